@@ -496,10 +496,10 @@ class StepPlan(Message, frozen=True):
     Fields:
         left: rows whose sequence is gone (finished, aborted, preempted); they leave the decode set too.
         copies: of blocks, begun in this order. The executor reads a source on the device before it begins the next
-            list; the rest of such a copy takes its time. Inside the device it reads all sources before it writes any
-            target, and finishes before it computes. Copies to the device may take longer than the step: nothing reads
-            or writes their targets until ``Copied`` has confirmed them. A read of a block in another tier waits for the
-            earlier copies that write it.
+            list; the rest of such a copy takes its time. Inside the device it reads all sources, of all groups, before
+            it writes any target, and finishes before it computes. Copies to the device may take longer than the step:
+            nothing reads or writes their targets until ``Copied`` has confirmed them. A read of a block in another tier
+            waits for the earlier copies that write it.
         joined: sequences that take a row.
         tables: changes to block tables, in order (int32 bytes, triples row, index, block): at the end of a row's table
             the block is added, before the end it replaces a block with the same content.
@@ -516,7 +516,8 @@ class StepPlan(Message, frozen=True):
             blocks before the window of its next token may be other rows' from the next step on.
         unmapped: blocks whose pages go to other blocks in this step (int32 bytes: tier, group, block). An executor with
             several groups gives pages to a block when a plan names it first, and keeps them until the block is
-            unmapped. Sources of the plan's copies still lie in their pages; all else follows the new mapping.
+            unmapped or, when the epoch ends, is not in an inventory that stays valid. Blocks without pages may be
+            unmapped too. Sources of the plan's copies still lie in their pages; all else follows the new mapping.
     """
 
     epoch: int

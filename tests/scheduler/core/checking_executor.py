@@ -6,9 +6,10 @@ purpose: they read the host and write the device only when ``finish_copies`` is 
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape
 from pagewise_shared.block_hash import ONE_ROPE, BlockHash, block_hash, unpack_names
 from pagewise_shared.protocol import (
     DEVICE,
@@ -76,10 +77,12 @@ class CheckingExecutor:
     others that it fetches from, by endpoint; ``epoch``: under which it lends. ``storage``: what lies in storage, which
     others may share. ``full``: nothing is written there. ``in_flight``: returns the steps that the scheduler has not
     had back. Copies do not wait for them: none may be loaded over what they touch, or stored that they write.
+    ``shape``: of the device memory of several groups. ``mapped``: the groups and blocks that have pages, each with its
+    number of pages. A block that is unmapped loses its content.
     """
 
-    def __init__(self, num_blocks: Mapping[int, int], block_size: int, windows: tuple[int, ...] = ()) -> None:
-        self.window_sizes = windows
+    def __init__(self, num_blocks: Mapping[int, int], block_size: int, shape: ArenaShape | None = None) -> None:
+        self.shape, self.window_shapes = shape, shape.windows if shape is not None else ()
         self.num_blocks = {HOST: 0, **num_blocks}
         self.block_size = block_size
         self.spoil: set[int] = set()
@@ -95,16 +98,19 @@ class CheckingExecutor:
         self.reset()
 
     def reset(self, epoch: int = 1, *, keeps_blocks: bool = False) -> None:
+        self.mapped = self._mapped_in(self.inventory()[DEVICE].values()) if keeps_blocks else {}
         if not keeps_blocks:
             self.tiers: dict[int, dict[int, Content]] = {tier: {} for tier in self.num_blocks}
         self.epoch = epoch
         self.rows: dict[int, Row] = {}
-        self.windowed: list[dict[int, Content]] = [{} for _ in self.window_sizes]
+        self.windowed: list[dict[int, Content]] = [{} for _ in self.window_shapes]
+        self._unmapped: dict[tuple[int, int], Content] = {}  # by the present plan
         self.decoding: dict[int, None] = {}
         self.last_step = 0
         self.touched: dict[int, set[int]] = {}  # by each step in flight
         self.written: dict[int, set[int]] = {}
         self.copying: list[tuple[StepPlan, BlockCopies]] = []  # with the plans that asked for them
+        self.num_unmapped = self.most_mapped = 0
         self.num_fetched = self.num_drafted = self.num_accepted = 0
         self.num_computed = self.num_moved = self.num_stored = self.num_loaded = self.num_written = (
             self.num_recalled
@@ -123,6 +129,47 @@ class CheckingExecutor:
         """Blocks of the device that copies are under way to."""
         return {target for _, copies in self.copying if copies.target == DEVICE for _, target in pairs(copies.pairs)}
 
+    # ---- pages ---------------------------------------------------------------------------------------
+
+    def _mapped_in(self, blocks: Iterable[int]) -> dict[tuple[int, int], int]:
+        return {(0, block): self.shape.pages_per_block for block in blocks} if self.shape is not None else {}
+
+    def _held(self, group: int) -> dict[int, Content]:
+        return self.windowed[group - 1] if group else self.blocks
+
+    def _unmap(self, plan: StepPlan) -> None:
+        """Take the pages from blocks. What lies there may still be read by the copies of this plan."""
+        self._unmapped.clear()
+        changes = unpack_int32s(plan.unmapped).tolist()
+        for tier, group, block in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
+            assert tier == DEVICE
+            self.num_unmapped += 1
+            self.mapped.pop((group, block), None)
+            self._unmapped[group, block] = self._held(group).pop(block, {})
+
+    def _map(self, group: int, blocks: Iterable[int]) -> None:
+        """A plan names blocks to be written or read: those without pages get some."""
+        if self.shape is None:
+            return
+        pages = self.shape.windows[group - 1].pages_per_block if group else self.shape.pages_per_block
+        for block in blocks:
+            assert 0 <= block < self.shape.num_pages // pages
+            self.mapped.setdefault((group, block), pages)
+        self.most_mapped = sum(self.mapped.values())
+        assert self.most_mapped <= self.shape.num_pages, "there are too few pages"
+
+    def _source(self, group: int, block: int) -> Content:
+        """What lies in a block of the device that a copy of the present plan reads."""
+        if (group, block) in self._unmapped:
+            return self._unmapped[group, block]
+        assert self.shape is None or (group, block) in self.mapped, "the source of a copy has no pages"
+        return self._held(group).get(block, {})
+
+    def _content(self, tier: int, block: int) -> Content:
+        return self._source(0, block) if tier == DEVICE else self.tiers[tier][block]
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.step == self.last_step + 1
         self.last_step = plan.step
@@ -131,13 +178,18 @@ class CheckingExecutor:
             for step in blocks.keys() - live:
                 del blocks[step]
             blocks[plan.step] = set()
+        self._unmap(plan)
+        inside = [one for one in plan.copies if one.peer is None and one.source == one.target == DEVICE]
+        read = [[dict(self._source(one.group, block)) for block, _ in pairs(one.pairs)] for one in inside]
         for copies in plan.copies:
-            if copies.group:
-                held = self.windowed[copies.group - 1]
-                held.update({target: dict(held[source]) for source, target in pairs(copies.pairs)})
-                continue
-            self._check_copies(plan.step, copies)
-            self._copy(plan, copies)
+            if copies not in inside:
+                self._check_copies(plan.step, copies)
+                self._copy(plan, copies)
+            if copies.target == DEVICE:
+                self._map(copies.group, (target for _, target in pairs(copies.pairs)))
+        for copies, contents in zip(inside, read, strict=True):
+            self._held(copies.group).update(zip((target for _, target in pairs(copies.pairs)), contents, strict=True))
+        self._unmapped.clear()
         for row in plan.left:
             del self.rows[row]
             self.decoding.pop(row, None)
@@ -154,6 +206,8 @@ class CheckingExecutor:
                 dict(enumerate(unpack_int32s(blocks).tolist(), first)) for first, blocks in new.windows
             ]
             self.rows[new.row].ends = [first + len(blocks) // 4 for first, blocks in new.windows]
+            for group, blocks in enumerate((new.blocks, *(blocks for _, blocks in new.windows))):
+                self._map(group, unpack_int32s(blocks))
             known = len(self.rows[new.row].tokens)
             is_long = known > self.short_rope_len
             self.rows[new.row].limit = ONE_ROPE if is_long else self.short_rope_len
@@ -163,12 +217,15 @@ class CheckingExecutor:
             assert 0 <= block < self.num_blocks[DEVICE]
             assert 0 <= index <= len(self.rows[row].blocks)
             self.rows[row].blocks[index : index + 1] = [block]
+            self._map(0, (block,))
         added = unpack_int32s(plan.windows).tolist()
         for row, group, block in zip(added[::3], added[1::3], added[2::3], strict=True):
             ends = self.rows[row].ends
             self.rows[row].windows[group - 1][ends[group - 1]] = block
             ends[group - 1] += 1
+            self._map(group, (block,))
         for row_held in self.rows.values():
+            assert not self.shape or all((0, block) in self.mapped for block in row_held.blocks), "it has no pages"
             assert len(row_held.blocks) == len(set(row_held.blocks)), "a block is in a table twice"
         self.holders = Counter(block for row in self.rows.values() for block in row.blocks)
         for row, computed in plan.computed:
@@ -269,7 +326,7 @@ class CheckingExecutor:
         names = unpack_names(copies.names)
         for source, index in pairs(copies.pairs):
             assert copies.source != DEVICE or source not in self.arriving
-            content, name = self.tiers[copies.source][source], names[index]
+            content, name = self._content(copies.source, source), names[index]
             (known_as,) = self._named({source: content})
             tokens = content[self.block_size - 1][1]
             assert name.hash == known_as == block_hash(name.parent, pack_int32s(tokens[-self.block_size :]))
@@ -318,12 +375,8 @@ class CheckingExecutor:
         for source, target in pairs(copies.pairs):
             assert 0 <= target < self.num_blocks[copies.target]
             if copies.peer is None:
-                assert source in self.tiers[copies.source] or copies.source == copies.target
+                assert self._content(copies.source, source)
                 assert copies.source != DEVICE or source not in self.arriving
-        if copies.peer is None and copies.source == copies.target == DEVICE:
-            read = {target: dict(self.blocks.get(source, {})) for source, target in pairs(copies.pairs)}
-            self.blocks.update(read)
-            return
         if copies.target != DEVICE:
             self._store(copies)
         elif copies.peer is None and self.early_loads:
@@ -337,7 +390,7 @@ class CheckingExecutor:
         read = {
             source for _, other in self.copying if _loads_from(other, copies.target) for source, _ in pairs(other.pairs)
         }
-        taken = [(target, dict(self.tiers[copies.source][source])) for source, target in pairs(copies.pairs)]
+        taken = [(target, dict(self._content(copies.source, source))) for source, target in pairs(copies.pairs)]
         for target, content in taken:
             assert target not in read, "a block is written that is being loaded"
             assert len(content) == self.block_size, "a block that is not full leaves its tier"
@@ -393,10 +446,11 @@ class CheckingExecutor:
     def _compute_windows(self, row: Row, position: int) -> None:
         """Write a token into the windowed layers, and check that it finds the tokens that it sees."""
         size = self.block_size
-        for window, held, table in zip(self.window_sizes, self.windowed, row.windows, strict=True):
+        for shape, held, table in zip(self.window_shapes, self.windowed, row.windows, strict=True):
             block = table[position // size]
+            first = position // shape.window * shape.window if shape.chunked else max(0, position - shape.window + 1)
             held.setdefault(block, {})[position % size] = (row.root, tuple(row.tokens[: position + 1]))
-            for seen in range(max(0, position - window + 1), position + 1):
+            for seen in range(first, position + 1):
                 found = held[table[seen // size]][seen % size]
                 assert found == (row.root, tuple(row.tokens[: seen + 1])), "this windowed block holds something else"
 

@@ -40,8 +40,7 @@ def expected_beams(request: Request) -> list[list[int]]:
 
 def executor_for(scheduler: Scheduler) -> CheckingExecutor:
     tiers = {number: tier.num_blocks for number, tier in scheduler.kv.tiers.items()}
-    windows = tuple(group.window for group in scheduler.kv.windows)
-    executor = CheckingExecutor(tiers, scheduler.kv.block_size, windows)
+    executor = CheckingExecutor(tiers, scheduler.kv.block_size, scheduler.kv.shape)
     executor.short_rope_len = scheduler.short_rope_len
     executor.in_flight = lambda: {step.step for step in scheduler.steps_in_flight}
     return executor

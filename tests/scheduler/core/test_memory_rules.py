@@ -219,6 +219,7 @@ class MemoryRules(RuleBasedStateMachine):
         self.scheduler, self.epoch = self.create(), 1
         if device_is_lost:
             inventory[DEVICE] = {}
+            self.executor.mapped.clear()
         self.scheduler.kv.expect(inventory)
         for request in requests:
             self.scheduler.add(request)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, WindowShape
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape
+from pagewise_scheduler.core.tiers.windows import WindowShape
 from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
@@ -53,6 +54,11 @@ def check_arena(scheduler: Scheduler) -> None:
         free = set(group._free)
         assert len(free) == len(group._free)
         assert all((block in free) == (not held[block] and not group.users(block)) for block in range(group.num_blocks))
+    mapped = 0
+    for member in arena.members:
+        mapped += (member.num_blocks - member.num_unmapped) * member.pages_per_block
+        assert 0 <= member.num_unmapped <= member.num_blocks - member.num_used
+    assert mapped <= arena.num_pages
     if not scheduler.requests and not scheduler.steps_in_flight:
         assert kv.num_available == arena.num_pages
 
@@ -67,6 +73,30 @@ def test_a_sequence_keeps_its_window_alone() -> None:
     check_arena(scheduler)
     assert scheduler.kv.pool.num_used == 99 // 4
     assert scheduler.kv.windows[0].num_used <= 2 * 3
+
+
+def test_a_prompt_begins_where_a_chunk_ends() -> None:
+    """No token behind the end of a chunk sees the tokens before it, so no snapshot is needed there."""
+    scheduler = create(200, 1, (WindowShape(16, 1, chunked=True),))
+    executor = executor_for(scheduler)
+    for tokens, cached in ((range(40), 0), (range(38), 32), (range(34), 32), (range(31), 16), (range(15), 0)):
+        request = create_request(prompt=[*tokens, 7, 7], max_tokens=30)
+        scheduler.add(request)
+        run(scheduler, executor)
+        assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
+        assert request.num_cached_tokens == cached
+    check_arena(scheduler)
+
+
+def test_blocks_keep_their_pages_while_no_other_group_needs_them() -> None:
+    scheduler = create(140, 1, (WindowShape(8, 1),))
+    executor = executor_for(scheduler)
+    for expected in (False, True):
+        scheduler.add(create_request(prompt=40, max_tokens=360))
+        run(scheduler, executor)
+        assert (executor.num_unmapped > 0) == expected  # the second sequence evicts blocks of the first
+    assert executor.most_mapped <= 140
+    check_arena(scheduler)
 
 
 def test_a_prompt_begins_at_a_snapshot() -> None:
@@ -91,7 +121,8 @@ def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
     """Sequences share prefixes, are preempted and aborted, and steps fail, in a small arena."""
     rng = random.Random(seed)
     windows = tuple(
-        WindowShape(rng.choice((1, 3, 4, 8, 13)), rng.choice((1, 2, 5))) for _ in range(rng.choice((1, 1, 2)))
+        WindowShape(rng.choice((1, 3, 4, 8, 13)), rng.choice((1, 2, 5)), rng.random() < 0.3)
+        for _ in range(rng.choice((1, 1, 2)))
     )
     pages, budget, longest = rng.choice((1, 2, 5)), rng.choice((3, 8, 32)), 40
     needed = create(10**6, pages, windows, budget=budget).kv.room_for(longest)
@@ -143,7 +174,10 @@ class WindowRules(MemoryRules):
 
     def shape(self, num_blocks: int, budget: int) -> ArenaShape:
         rng = random.Random(f"{num_blocks} {budget}")
-        windows = tuple(WindowShape(rng.randrange(1, 9), rng.choice((1, 2, 5))) for _ in range(rng.choice((1, 2))))
+        windows = tuple(
+            WindowShape(rng.randrange(1, 9), rng.choice((1, 2, 5)), rng.random() < 0.3)
+            for _ in range(rng.choice((1, 2)))
+        )
         pages = rng.choice((1, 2, 5))
         return ArenaShape(
             num_blocks * (pages + sum(one.pages_per_block for one in windows)), pages, windows, 2 * budget

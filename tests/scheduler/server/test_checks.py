@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape
+from pagewise_scheduler.core.tiers.windows import WindowShape
 from pagewise_scheduler.server import executor_checks
 from pagewise_scheduler.server.executor_checks import (
     MAX_FLEET_BLOCKS,
@@ -13,6 +15,7 @@ from pagewise_scheduler.server.executor_checks import (
     checked_tokens,
     costs_of,
     hello_error,
+    shape_of,
 )
 from pagewise_scheduler.server.sessions import ImpossibleError
 from pagewise_shared.protocol import (
@@ -20,6 +23,7 @@ from pagewise_shared.protocol import (
     HOST,
     TIER_NAMES,
     Copied,
+    LayerGroup,
     MeasuredCosts,
     PromptLogprobs,
     Refused,
@@ -64,6 +68,29 @@ OFFERS = [
     {"costs": MeasuredCosts(float("nan"), 0, 0)},
     {"costs": MeasuredCosts(0, 0, -1.0)},
     {"costs": MeasuredCosts(0, float("inf"), 0)},
+    {"num_pages": 16},
+    *(
+        {"no_segments": "groups", "num_pages": 33, "num_blocks": 16, "groups": (LayerGroup(4, 2), LayerGroup(8, 1, 5))}
+        | bad
+        for bad in (
+            {"num_pages": 0},
+            {"num_pages": -1},
+            {"num_pages": 2**40},
+            {"num_pages": 34},
+            {"num_blocks": 15},
+            {"page_bytes": -1},
+            {"no_segments": ""},
+            {"groups": (LayerGroup(4, 2),)},
+            {"groups": (LayerGroup(4, 2, 5), LayerGroup(8, 1, 5))},
+            {"groups": (LayerGroup(4, 2, 0, True), LayerGroup(8, 1, 5))},
+            {"groups": (LayerGroup(4, 2), LayerGroup(8, 1))},
+            {"groups": (LayerGroup(4, 2), LayerGroup(8, 1, -5))},
+            {"groups": (LayerGroup(4, 2), LayerGroup(8, 1, 2**40))},
+            {"groups": (LayerGroup(4, 2), LayerGroup(8, 0, 5))},
+            {"groups": (LayerGroup(4, 2), LayerGroup(8, 34, 5))},
+            {"groups": (LayerGroup(0, 2), LayerGroup(8, 1, 5))},
+        )
+    ),
 ]
 
 
@@ -73,6 +100,14 @@ def test_offers_that_make_no_sense(fields: dict[str, object]) -> None:
     good = hello(costs=MeasuredCosts(1.0, 0.0, 0.0), tiers=(TierInfo(HOST, 1, 2.0, 3.0, 4.0, 5.0),))
     assert hello_error(good) is None
     assert hello_error(hello(**fields)) is not None
+
+
+def test_groups_of_layers_make_the_shape_of_an_arena() -> None:
+    groups = (LayerGroup(4, 2), LayerGroup(8, 1, 5), LayerGroup(8, 3, 8, chunked=True))
+    offer = hello(num_pages=33, num_blocks=16, page_bytes=7, groups=groups, no_segments="groups")
+    assert hello_error(offer) is None
+    assert shape_of(hello(), 8) is None
+    assert shape_of(offer, 8) == ArenaShape(33, 2, (WindowShape(5, 1), WindowShape(8, 3, chunked=True)), 8)
 
 
 def test_what_was_measured_of_a_tier_is_where_the_scheduler_begins() -> None:

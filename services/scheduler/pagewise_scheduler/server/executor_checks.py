@@ -31,6 +31,8 @@ from pagewise_shared.protocol import (
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_RANKS, MAX_ROWS
 
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape
+from pagewise_scheduler.core.tiers.windows import WindowShape
 from pagewise_scheduler.server.sessions import MAX_TEXT, ImpossibleError, text_error
 
 MAX_EXECUTORS = 1024
@@ -56,6 +58,8 @@ _BOUNDS = {
     "max_num_seqs": (0, MAX_ROWS),
     "max_num_batched_tokens": (0, MAX_BATCHED_TOKENS),
     "bytes_per_block": (0, (1 << 63) - 1),
+    "num_pages": (0, MAX_DEVICE_BLOCKS),
+    "page_bytes": (0, (1 << 63) - 1),
     "adapters.slots": (0, MAX_ADAPTERS),
     "adapters.max_rank": (0, 1 << 16),
     "max_grammars": (0, _MAX_INT32),
@@ -81,7 +85,41 @@ def hello_error(hello: Hello) -> str | None:
         return f"there is no role {hello.role!r}, only {', '.join(ROLES)}"
     if hello.costs is not None and not _are_times(msgspec.structs.astuple(hello.costs)):
         return "its measured costs are no times"
-    return _tiers_error(hello.tiers)
+    return _groups_error(hello) or _tiers_error(hello.tiers)
+
+
+def _groups_error(hello: Hello) -> str | None:
+    groups, pages = hello.groups, hello.num_pages
+    if not groups:
+        return f"it has {pages} pages, but no groups of layers" if pages else None
+    if len(groups) == 1:
+        return "it has one group of layers, which has blocks and no pages"
+    if not pages:
+        return f"it has {len(groups)} groups of layers, but no pages for their blocks"
+    for number, group in enumerate(groups):
+        name = f"its group {number} of layers"
+        if not 1 <= group.num_layers <= _MAX_INT32 or not 1 <= group.pages_per_block <= pages:
+            return f"{name} has {group.num_layers} layers, and blocks of {group.pages_per_block} of the {pages} pages"
+        if (number > 0) != (0 < group.window <= _MAX_INT32) or group.window < 0 or (group.chunked and not number):
+            kind = "chunks" if group.chunked else "a window"
+            return f"{name} has {kind} of {group.window} tokens: the first group sees all tokens, and no other does"
+    if hello.num_blocks != (blocks := pages // groups[0].pages_per_block):
+        return f"it has {hello.num_blocks} blocks of its first group, but pages for {blocks}"
+    if not hello.no_segments:
+        return "it has several groups of layers and would move segments, which only layers that see all tokens have"
+    return None
+
+
+def shape_of(hello: Hello, most_tokens: int) -> ArenaShape | None:
+    """Return the device memory of an executor whose layers have several groups; None: they have one.
+
+    ``most_tokens``: of all steps in flight.
+    """
+    if not hello.groups:
+        return None
+    full, *windows = hello.groups
+    shapes = tuple(WindowShape(one.window, one.pages_per_block, one.chunked) for one in windows)
+    return ArenaShape(hello.num_pages, full.pages_per_block, shapes, most_tokens)
 
 
 def _tiers_error(tiers: Sequence[TierInfo]) -> str | None:
@@ -116,7 +154,7 @@ def incompatibility(hello: Hello, others: list[Hello], fingerprint: str | None) 
     """Return why an executor cannot join ``others``; None if it can. ``fingerprint``: the fleet's, if known."""
     if len(others) >= MAX_EXECUTORS:
         return f"there are {MAX_EXECUTORS} executors already"
-    blocks = sum(each.num_blocks + sum(tier.num_blocks for tier in each.tiers) for each in (hello, *others))
+    blocks = sum(map(_num_blocks, (hello, *others)))
     if blocks > MAX_FLEET_BLOCKS:
         return f"the fleet would have {blocks} blocks, the most is {MAX_FLEET_BLOCKS}"
     # An empty fleet may come back with another model.
@@ -125,6 +163,12 @@ def incompatibility(hello: Hello, others: list[Hello], fingerprint: str | None) 
     if any(other.vocab_size != hello.vocab_size for other in others):
         return f"its vocabulary of {hello.vocab_size} is not the fleet's"
     return None
+
+
+def _num_blocks(hello: Hello) -> int:
+    """The blocks of all tiers and groups."""
+    windows = sum(hello.num_pages // group.pages_per_block for group in hello.groups[1:])
+    return hello.num_blocks + windows + sum(tier.num_blocks for tier in hello.tiers)
 
 
 def costs_of(hello: Hello) -> Costs:

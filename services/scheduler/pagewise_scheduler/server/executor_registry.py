@@ -43,9 +43,10 @@ from pagewise_scheduler.server.executor_checks import (
     costs_of,
     hello_error,
     incompatibility,
+    shape_of,
     sizes_of,
 )
-from pagewise_scheduler.server.executor_handle import ExecutorHandle, ExecutorLostError, Life
+from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT, ExecutorHandle, ExecutorLostError, Life
 from pagewise_scheduler.server.router import Router
 from pagewise_scheduler.server.router_socket import RouterSocket
 from pagewise_scheduler.server.sessions import ImpossibleError, Loss, Session, Sessions, spoken_version
@@ -249,15 +250,14 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
     def _scheduler(self, hello: Hello, epoch: int) -> Scheduler:
         config = self._config
         longest = hello.max_model_len if config.max_model_len == "auto" else config.max_model_len
+        budget = _limit(config.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS)
         return Scheduler(
             features=FeatureOptions(hello.adapters, hello.max_grammars, self._speculative),
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,
             max_num_seqs=_limit(config.max_num_seqs, hello.max_num_seqs, DEFAULT_NUM_SEQS),
-            max_num_batched_tokens=_limit(
-                config.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS
-            ),
+            max_num_batched_tokens=budget,
             epoch=epoch,
             tiers=sizes_of(hello),
             costs=costs_of(hello),
@@ -267,6 +267,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
             virtual_tokens=self._virtual_tokens,
             salted=config.storage_salted,
             short_rope_len=hello.short_rope_len or ONE_ROPE,
+            shape=shape_of(hello, MAX_STEPS_IN_FLIGHT * budget),
         )
 
     # ---- messages ------------------------------------------------------------------------------------
@@ -360,8 +361,9 @@ def _described(hello: Hello) -> str:
     lower = "".join(f", {tier.num_blocks} on the {tier_name(tier.number)}" for tier in hello.tiers)
     kernels = hello.kernels and f" by {hello.kernels}"
     role = f", for {hello.role}" if hello.role != "both" else ""
+    device = f"{hello.num_pages} pages for {len(hello.groups)} groups" if hello.groups else f"{hello.num_blocks} blocks"
     return (
-        f"{hello.num_blocks} blocks of {hello.block_size} tokens{lower}, {hello.device} {hello.dtype}{kernels}{role}"
+        f"{device} of {hello.block_size} tokens{lower}, {hello.device} {hello.dtype}{kernels}{role}"
         f"{spoken_version(hello)}"
     )
 

@@ -368,7 +368,8 @@ class Scheduler:
         ending = self.decoding.length_due(step + 1)
         drafts = self.plan.drafts
         self.steps_in_flight.append(StepInFlight(step, decoding, chunks, completed, ending, drafts))
-        plan = self.plan.build(self.epoch, step, [load.copies(key) for key, load in loads.items()])
+        copies = [load.copies(key) for key, load in loads.items()]
+        plan = self.plan.build(self.epoch, step, copies, self.kv.take_unmapped())
         if plan.copies:
             self.recoveries.transfers.requested(step, plan.copies, loads)
         for sequence in leaving:

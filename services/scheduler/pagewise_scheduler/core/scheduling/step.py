@@ -310,15 +310,15 @@ class PlanBuilder:
         """Whether no other sequence with segments goes on in this plan."""
         return len(self.moves) >= MAX_MOVES or sum(one.stop - one.start for one in self.moves) >= MAX_MOVED_TOKENS
 
-    def build(self, epoch: int, step: int, loads: list[BlockCopies]) -> StepPlan:
+    def build(self, epoch: int, step: int, loads: list[BlockCopies], unmapped: bytes = b"") -> StepPlan:
         """The plan with everything collected so far. Empties the builder.
 
-        ``loads``: copies to the device.
+        ``loads``: copies to the device. ``unmapped``: see ``StepPlan``.
         """
         # Loads come last: they may overwrite the sources of demotions and of copies inside the device.
         copies = (*self.copies.take(), *loads) if self.copies or loads else ()
         if self._window_copies:
-            copies = (*copies, *_in_groups(self._window_copies))
+            copies = (*copies[: len(copies) - len(loads)], *_in_groups(self._window_copies), *loads)
         plan = StepPlan(
             epoch=epoch,
             step=step,
@@ -332,6 +332,7 @@ class PlanBuilder:
             moves=tuple(self.moves),
             drafts=tuple((sequence.row, draft.tobytes()) for sequence, draft in self.drafts.items()),
             windows=pack_int32s([*chain.from_iterable(self._windows)]) if self._windows else b"",
+            unmapped=unmapped,
         )
         self.clear()
         return plan

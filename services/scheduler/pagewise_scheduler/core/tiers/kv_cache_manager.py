@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
-from typing import NamedTuple
 
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import DEVICE
+from pagewise_shared.protocol import DEVICE, pack_int32s
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, WindowTable
 from pagewise_scheduler.core.memory.counters import MemoryCounters
@@ -22,16 +21,9 @@ from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Tier
-from pagewise_scheduler.core.tiers.windows import WindowGroup
+from pagewise_scheduler.core.tiers.windows import WindowGroup, WindowShape
 
 _RECOVERABLE = attrgetter("recoverable")
-
-
-class WindowShape(NamedTuple):
-    """A group of windowed layers: the tokens that a query sees, itself included, and the pages of a block."""
-
-    window: int
-    pages_per_block: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,7 +85,7 @@ class KVCacheManager:
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block holds at least one token, not {block_size}")
-        self.block_size, self._shape = block_size, shape
+        self.block_size, self.shape = block_size, shape
         self.capacity_tokens = num_blocks * block_size
         self._lower = lower or {}
         self._demotion = demotion
@@ -118,10 +110,10 @@ class KVCacheManager:
                 below = HashedTier(number, size, policy, counters, below, costs, self._demotion, salted=self._salted)
                 self.hashed[number] = below
         self.windows: tuple[WindowGroup, ...] = ()
-        if self._shape is None:
+        if self.shape is None:
             self.pool = BlockPool(num_blocks, tree, policy, counters, below)
         else:
-            self.pool = self._shared_pool(self._shape, tree, policy, counters, below)
+            self.pool = self._shared_pool(self.shape, tree, policy, counters, below)
         self.tiers: dict[int, Pool] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}
 
     def _shared_pool(
@@ -131,10 +123,17 @@ class KVCacheManager:
         pool = SharedBlockPool(shape.num_pages // shape.pages_per_block, tree, policy, counters, below)
         pool.share(arena, shape.pages_per_block, self._forget_snapshots)
         self.windows = tuple(
-            WindowGroup(number, one.window, one.pages_per_block, self.block_size, shape.most_tokens, arena, policy)
+            WindowGroup(number, one, self.block_size, shape.most_tokens, arena, policy)
             for number, one in enumerate(shape.windows, 1)
         )
         return pool
+
+    def take_unmapped(self) -> bytes:
+        """The blocks that have lost their pages since the last call, as ``StepPlan.unmapped`` has them."""
+        if self.shape is None or not self._arena.unmapped:
+            return b""
+        blocks, self._arena.unmapped = self._arena.unmapped, {}
+        return pack_int32s([number for block in blocks for number in (DEVICE, *block)])
 
     def _forget_snapshots(self, node: CachedBlock) -> None:
         for group in self.windows:
@@ -143,46 +142,46 @@ class KVCacheManager:
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now."""
-        return self.pool.num_available if self._shape is None else self._arena.num_available
+        return self.pool.num_available if self.shape is None else self._arena.num_available
 
     @property
     def num_retiring(self) -> int:
         """Blocks that are retiring."""
-        if self._shape is None:
+        if self.shape is None:
             return self._num_retiring
         windows = sum(group.num_retiring * group.pages_per_block for group in self.windows)
-        return self._num_retiring * self._shape.pages_per_block + windows
+        return self._num_retiring * self.shape.pages_per_block + windows
 
     def room_for(self, num_tokens: int) -> int:
         """By how much ``num_available`` falls at most if a sequence holds ``num_tokens`` tokens of its own."""
-        if self._shape is None:
+        if self.shape is None:
             return self.blocks_for(num_tokens)
         windows = sum(group.blocks_for(num_tokens) * group.pages_per_block for group in self.windows)
-        return self.blocks_for(num_tokens) * self._shape.pages_per_block + windows
+        return self.blocks_for(num_tokens) * self.shape.pages_per_block + windows
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of so many tokens fits if it has the memory to itself."""
-        if self._shape is None:
+        if self.shape is None:
             return num_tokens <= self.capacity_tokens
-        return self.room_for(num_tokens) <= self._shape.num_pages
+        return self.room_for(num_tokens) <= self.shape.num_pages
 
     def num_missing(self, table: BlockTable, num_tokens: int) -> int:
         """By how much ``num_available`` falls at most if ``table`` grows to ``num_tokens`` tokens."""
         missing = table.blocks_missing(num_tokens)
-        if self._shape is None:
+        if self.shape is None:
             return missing
         windows = zip(self.windows, table.windows, strict=True)
         further = (
             max(0, group.blocks_for(num_tokens) - len(one.blocks)) * group.pages_per_block for group, one in windows
         )
-        return missing * self._shape.pages_per_block + sum(further)
+        return missing * self.shape.pages_per_block + sum(further)
 
     @property
     def num_for_next(self) -> int:
         """By how much ``num_available`` falls at most if a sequence gets its next block."""
-        if self._shape is None:
+        if self.shape is None:
             return 1
-        return self._shape.pages_per_block + sum(group.pages_per_block for group in self.windows)
+        return self.shape.pages_per_block + sum(group.pages_per_block for group in self.windows)
 
     @property
     def usage(self) -> float:
@@ -278,7 +277,7 @@ class KVCacheManager:
     def _begin_at_snapshot(self, blocks: list[CachedBlock]) -> CachedPrefix:
         """The longest of these prefixes of which every group of windowed layers has a snapshot."""
         length = len(blocks)
-        while length and not all(blocks[length - 1] in group.at for group in self.windows):
+        while length and any(group.blocks_at(blocks[length - 1]) is None for group in self.windows):
             length -= 1
         del blocks[length:]
         windows = tuple(self._window_of(group, blocks[-1] if blocks else None) for group in self.windows)
@@ -286,8 +285,11 @@ class KVCacheManager:
 
     @staticmethod
     def _window_of(group: WindowGroup, node: CachedBlock | None) -> WindowTable:
-        held = group.at[node].blocks if node is not None else []
-        return WindowTable(node.depth - len(held) if node is not None else 0, [*held])
+        if node is None:
+            return WindowTable()
+        held = group.blocks_at(node)
+        assert held is not None
+        return WindowTable(node.depth - len(held), [*held])
 
     def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
@@ -312,13 +314,13 @@ class KVCacheManager:
         shared = sum(1 for node in prefix.blocks if references(node.block) > 0)
         # The source of the copy must not be evicted to make room for the copy.
         kept = 1 if prefix.partial_tokens and references(prefix.partial_block) == 0 else 0
-        if self._shape is None:
+        if self.shape is None:
             return self.blocks_for(num_tokens) - shared + kept
         windows = 0
         for group, one in zip(self.windows, prefix.windows or (WindowTable(),) * len(self.windows), strict=True):
             in_use = sum(1 for block in one.blocks if group.users(block))
             windows += (group.blocks_for(num_tokens) - in_use + kept) * group.pages_per_block
-        return (self.blocks_for(num_tokens) - shared + kept) * self._shape.pages_per_block + windows
+        return (self.blocks_for(num_tokens) - shared + kept) * self.shape.pages_per_block + windows
 
     def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
         """The same prefix without the part that would have to be copied."""

@@ -90,7 +90,8 @@ class Recoveries:
         """
         start = len(prefix.blocks)
         offers = self._offers_below(start, prefix.gap, prefix.offloaded)
-        if sequence is not None and sequence.sampling.prompt_logprobs is None:
+        # Windows are in no other tier, so a sequence could not go on behind blocks of the full layers.
+        if sequence is not None and not self._kv.windows and sequence.sampling.prompt_logprobs is None:
             offers += self._offers_elsewhere(start, sequence)
         plans = self._plans(start, offers, share)
         self.policy.note(plans)

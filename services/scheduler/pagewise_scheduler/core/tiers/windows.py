@@ -1,6 +1,7 @@
 """The blocks of layers that see a window of the last tokens, and the snapshots that let sequences begin with them.
 
-A sequence keeps the blocks of its last ``window`` tokens. A block behind the window goes as soon as no step in flight
+A window slides with its token, or contexts are cut into chunks, of which a token sees its own (Llama 4). A sequence
+keeps the blocks of its window. A block behind the window goes as soon as no step in flight
 reads it. Whoever begins with a cached prefix needs the window at its end, not only the full layers' blocks. So at the
 end of a prompt and of an answer a *snapshot* keeps the window there: references on its blocks, which hang on the node
 of the prefix tree. A prefix can be begun with at its snapshots alone.
@@ -8,12 +9,25 @@ of the prefix tree. A prefix can be begun with at its snapshots alone.
 
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from pagewise_scheduler.core.memory.block_table import WindowTable
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
+
+
+class WindowShape(NamedTuple):
+    """A group of windowed layers.
+
+    ``window``: tokens that a query sees, itself included; if ``chunked``, tokens of a chunk. ``pages_per_block``: pages
+    that a block takes.
+    """
+
+    window: int
+    pages_per_block: int
+    chunked: bool = False
 
 
 class Snapshot:
@@ -51,18 +65,18 @@ class _SnapshotValues:
 class WindowGroup:
     """The blocks of the layers of one window, with ids 0 <= id < ``num_blocks``, in an arena.
 
-    ``number``: of the group on the wire. ``window``: tokens that a query sees, itself included. ``most_blocks``: most
-    blocks of a sequence, which the tokens of steps in flight decide. A block has *users*, tables that hold it and
-    copies that read it, and snapshots; without users it is cached, and without both it is free.
+    ``number``: of the group on the wire. ``most_blocks``: most blocks of a sequence, which the tokens of steps in
+    flight decide. A block has *users*, tables that hold it and copies that read it, and snapshots; without users it is
+    cached, and without both it is free.
     """
 
     def __init__(
-        self, number: int, window: int, pages_per_block: int, block_size: int, most_tokens: int, arena: Arena,
-        policy: EvictionPolicy,
-    ) -> None:  # fmt: skip
-        self.number, self.window, self.pages_per_block, self.block_size = number, window, pages_per_block, block_size
-        self.num_blocks = arena.num_pages // pages_per_block
-        self.most_blocks = -(-(window - 1 + most_tokens) // block_size) + 3
+        self, number: int, shape: WindowShape, block_size: int, most_tokens: int, arena: Arena, policy: EvictionPolicy
+    ) -> None:
+        self.number, self.block_size = number, block_size
+        self.window, self.pages_per_block, self.chunked = shape
+        self.num_blocks = self.num_unmapped = arena.num_pages // self.pages_per_block
+        self.most_blocks = -(-(self.window - 1 + most_tokens) // block_size) + 3
         self.at: dict[CachedBlock, Snapshot] = {}
         self._arena, self._policy = arena, policy
         self._users, self._snapshots = [0] * self.num_blocks, [0] * self.num_blocks
@@ -85,7 +99,8 @@ class WindowGroup:
 
     def first_needed(self, token: int) -> int:
         """The first block that the query of a token reads."""
-        return max(0, token - self.window + 1) // self.block_size
+        first = token // self.window * self.window if self.chunked else token - self.window + 1
+        return max(0, first) // self.block_size
 
     def users(self, block: int) -> int:
         """Tables that hold a block, and copies that read it."""
@@ -113,12 +128,17 @@ class WindowGroup:
 
     def reserve(self, count: int) -> tuple[list[int], Copies]:
         """Take ``count`` blocks, each with one user."""
-        copies = self._arena.make_room(count * self.pages_per_block)
+        copies = self._arena.take(self, count)
         blocks = self._free[-count:]
         del self._free[-count:]
         for block in blocks:
             self._users[block] = 1
         return blocks, copies
+
+    def unmap(self) -> int:
+        """Take the pages from the block that has been free for the longest time."""
+        self.num_unmapped += 1
+        return self._free[self.num_unmapped - 1]
 
     def pin(self, blocks: Iterable[int]) -> None:
         """Add a user of each block, all of which are in use or cached."""
@@ -156,13 +176,22 @@ class WindowGroup:
 
     # ---- snapshots -----------------------------------------------------------------------------------
 
+    def blocks_at(self, node: CachedBlock) -> list[int] | None:
+        """The blocks with which a sequence begins behind ``node``; None: there is no snapshot with them.
+
+        No block is needed where a chunk ends, or if a token sees itself alone.
+        """
+        if self.first_needed(node.depth * self.block_size) >= node.depth:
+            return []
+        return self.at[node].blocks if node in self.at else None
+
     def take_snapshot(self, node: CachedBlock, table: WindowTable) -> None:
         """Keep the window at the end of ``node``, if the table still has it."""
         first = self.first_needed(node.depth * self.block_size)
         if node in self.at:
             self._use(self.at[node])
             return
-        if first < table.first or node.depth > table.end:
+        if first < table.first or node.depth > table.end or first == node.depth:
             return
         blocks = table.blocks[first - table.first : node.depth - table.first]
         since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
@@ -172,8 +201,9 @@ class WindowGroup:
         self._use(snapshot)
 
     def used(self, node: CachedBlock) -> None:
-        """A sequence has begun with the snapshot of a node."""
-        self._use(self.at[node])
+        """A sequence has begun behind a node."""
+        if node in self.at:
+            self._use(self.at[node])
 
     def _use(self, snapshot: Snapshot) -> None:
         snapshot.last_used, snapshot.kind = self._policy.tick(), snapshot.node.kind
