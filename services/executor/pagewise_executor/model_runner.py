@@ -39,9 +39,9 @@ from pagewise_executor.device_defaults import Gpu, SizedConfig, with_step_limits
 from pagewise_executor.devices import device_name, set_cpu_threads
 from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
+from pagewise_executor.group_choice import choose_pages, groups_of
 from pagewise_executor.grouped_batch import batch_for
 from pagewise_executor.input_batch import SequenceState, StepWork, accept, kept_tokens
-from pagewise_executor.kv.group_choice import choose_pages, groups_of
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.page_pool import PagePool

@@ -53,15 +53,11 @@ class PageMap:
         return held[blocks]
 
     def unmap(self, group: int, blocks: Int32s) -> None:
-        """Free the pages of ``blocks`` [n].
-
-        Raises:
-            InvalidPlanError: a block has no pages, or is named twice.
-        """
+        """Free the pages of ``blocks`` [n], as far as they have some."""
         held = self._pages[group]
-        pages = held[blocks].ravel()
+        blocks = np.unique(blocks)
+        pages = held[blocks]
+        pages = pages[pages != NULL_PAGE]
         held[blocks] = NULL_PAGE
-        if not pages.all() or len(np.unique(blocks)) < len(blocks):
-            raise InvalidPlanError(f"blocks of group {group} are unmapped that have no pages")
         self._free[self.num_free : self.num_free + len(pages)] = pages
         self.num_free += len(pages)

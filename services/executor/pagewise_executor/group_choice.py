@@ -36,7 +36,7 @@ def _one_group(config: ExecutorConfig, loaded: LoadedModel, exchanges: bool) -> 
     """Return which used features need all layers in one group; empty: none does."""
     if config.kv_mapping == "mmu":
         return "page tables in hardware (--kv-mapping mmu)"
-    if loaded.kernels == "triton" and loaded.device.type == "cuda" and config.cuda_graphs:
+    if loaded.kernels == "triton" and config.cuda_graphs:
         return "CUDA graphs"
     tiers = {"--host-memory": config.host_memory, "--disk-cache": config.disk_cache, "--store": config.store}
     if used := [option for option, value in tiers.items() if value is not None]:
