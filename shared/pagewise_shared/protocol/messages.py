@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_GROUPS, MAX_ROWS, MAX_TIERS
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, SamplingParams, TokenConstraints
 
-PROTOCOL_MAJOR = 5
+PROTOCOL_MAJOR = 6
 PROTOCOL_MINOR = 0
 
 DEVICE, HOST, DISK, REDIS = 0, 1, 2, 3
