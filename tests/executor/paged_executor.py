@@ -67,12 +67,16 @@ class PagedExecutor:
         return tokens
 
     def _follow_changes(self) -> None:
-        """The stretches that are said to have changed are all that have, up to the ends of the tables."""
-        for table, view in zip(self.tables, self.batch.slots, strict=True):
-            for row, start, stop in self.batch.changed[view.group]:
+        """The stretches that are said to have changed are all that have, and entries behind the ends are null."""
+        batch = self.batch
+        for table, view in zip(self.tables, batch.slots, strict=True):
+            for row, start, stop in batch.changed[view.group]:
                 table[row, start:stop] = view.block_tables[row, start:stop]
-            for row in self.batch.sequences:
-                assert (table[row] == view.block_tables[row]).all()
+            ends = batch._windows[view.group - 1].ends if view.group else batch.num_blocks
+            for row in range(len(table)):
+                end = int(ends[row]) if row in batch.sequences else 0
+                assert (table[row, :end] == view.block_tables[row, :end]).all()
+                assert (view.block_tables[row, end:] == NULL_PAGE).all()
 
     def _write(
         self, number: int, view: SlotBatch, rows: np.ndarray, positions: np.ndarray, tokens: dict[int, list[int]]

@@ -22,7 +22,6 @@ from pagewise_shared.protocol import (
     BlockCopies,
     LayerGroup,
     NewSequence,
-    RemoteTier,
     SegmentMove,
     StepPlan,
     StepResult,
@@ -175,7 +174,6 @@ def test_tables_name_pages_and_nothing_behind_the_window() -> None:
         (StepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 1]), group=2),)), "group 2 of 2"),
         (StepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 10]), group=1),)), "has 10 blocks"),
         (StepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 1]), group=1),)), "has no pages"),
-        (StepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 1]), RemoteTier("x", 1)),)), "other executors"),
         (StepPlan(1, 1, moves=(SegmentMove(0, 1, 2, 0, 0, b""),)), "not moved in a model with several groups"),
     ],
 )

@@ -6,13 +6,15 @@ the layers of a model with one group do. This module does not import torch, beca
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from pagewise_shared.protocol import DEVICE, LayerGroup, NewSequence, StepPlan
+from pagewise_shared.block_hash import BlockHash, BlockName
+from pagewise_shared.protocol import DEVICE, Hello, LayerGroup, NewSequence, StepPlan, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.block_copies import CopyJob, PageCopyJob
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork, int32s
 from pagewise_executor.page_map import NULL_PAGE, PageMap
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
@@ -79,20 +81,21 @@ class _WindowTables:
 class GroupedBatch(InputBatch):
     """The input batch of a model with several ``groups`` of layers.
 
-    ``num_pages``: of each tier with ids, by the tier's number. Other parameters are those of ``InputBatch``, whose
-    block tables are those of the first group. ``slots``: the batch as each slot's layers see it, the slots of the first
-    group, then those of the next. Copies are copies of pages. ``changed``: for each group the stretches of its tables
-    that are new in this step.
+    ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
+    ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
+    the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
+    stretches of its tables that are new in this step.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: int) -> None:
         self.groups = groups
         pages_per_block = [group.pages_per_block for group in groups]
-        self._maps = {tier: PageMap(count, pages_per_block) for tier, count in num_pages.items()}
+        self._maps = {tier: PageMap(count, pages_per_block) for tier, count in num_pages.items() if count}
         self._on_device = self._maps[DEVICE]
         super().__init__(pool_blocks=self._on_device.num_blocks(0), **options)
         self._sizes = [
-            {tier: pages.num_blocks(number) for tier, pages in self._maps.items()} for number in range(len(groups))
+            {tier: self._maps[tier].num_blocks(number) if tier in self._maps else 0 for tier in num_pages}
+            for number in range(len(groups))
         ]
         # Of each group [slots, num_rows, max_blocks]: the pages.
         self._tables: list[Int32s] = [np.zeros((each, *self.block_tables.shape), np.int32) for each in pages_per_block]
@@ -125,6 +128,17 @@ class GroupedBatch(InputBatch):
             window.check(rows, starts, stops)
             self._pass(window, rows, starts)
         return work
+
+    def remove(self, row: int) -> None:
+        """Remove a sequence as ``InputBatch`` does. Attention that pads tables to equal lengths reads null pages then.
+
+        Raises:
+            InvalidPlanError: the row holds none.
+        """
+        super().remove(row)
+        self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
+        for window in self._windows:
+            self._tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
 
     def flat_batch(self, work: StepWork) -> tuple[Int64s, Int64s]:
         """Return the rows and positions of ``InputBatch``, which all slots share."""
@@ -217,51 +231,85 @@ class GroupedBatch(InputBatch):
         get the pages of a source in another. They come before loads, which may overwrite their sources.
         """
         jobs = checked_copies(plan, self._sizes)
-        if any(job.peer is not None for job in jobs):
-            raise InvalidPlanError("blocks of several groups of layers are not copied from other executors")
-        sources = [self._maps[job.source].pages(job.group, job.pairs[:, 0]) for job in jobs]
+        sources = [self._sources(job) for job in jobs]
         self._unmap(int32s(plan.unmapped))
         made = [self._of_pages(job, pages) for job, pages in zip(jobs, sources, strict=True)]
-        inside = [job for job in made if job.source == job.target]
-        if inside:
-            inside = [dataclasses.replace(inside[0], pairs=np.concatenate([job.pairs for job in inside]), group=0)]
+        inside = [job for job in made if job.source == job.target == DEVICE and job.peer is None]
         down = [job for job in made if job.target != DEVICE]
-        return [*down, *inside, *(job for job in made if job.source != job.target == DEVICE)]
+        up = [job for job in made if job.target == DEVICE and (job.source != DEVICE or job.peer is not None)]
+        if len(inside) > 1:
+            inside = [dataclasses.replace(inside[0], pairs=np.concatenate([job.pairs for job in inside]))]
+        return [*down, *inside, *up]
 
     def _unmap(self, triples: Int32s) -> None:
         if len(triples) % 3:
             raise InvalidPlanError("unmapped blocks come in triples of tier, group and block")
         by_group: dict[tuple[int, int], list[int]] = {}
         for tier, group, block in triples.reshape(-1, 3).tolist():
-            if tier not in self._maps or not (0 <= group < len(self.groups) and 0 <= block < self._sizes[group][tier]):
+            sizes = self._sizes[group] if 0 <= group < len(self.groups) else {}
+            if not 0 <= block < sizes.get(tier, 0):
                 raise InvalidPlanError(f"there is no block {block} of group {group} in tier {tier} to be unmapped")
             by_group.setdefault((tier, group), []).append(block)
         for (tier, group), blocks in by_group.items():
             self._maps[tier].unmap(group, np.array(blocks, np.int32))
 
-    def _of_pages(self, job: CopyJob, sources: Int32s) -> CopyJob:
+    def _sources(self, job: CopyJob) -> Int32s:
+        """Return the pages of the source of each copy [n, pages per block]; null where the block has none yet."""
+        blocks = job.pairs[:, 0]
+        if job.peer is None and job.source in self._maps:
+            return self._maps[job.source].pages(job.group, blocks)
+        return self._numbered(job.group, blocks)
+
+    def _numbered(self, group: int, blocks: Int32s) -> Int32s:
+        """Return numbers for the pages of blocks whose pages are not known here [n, pages per block]."""
+        each = self.groups[group].pages_per_block
+        return blocks[:, None] * np.int32(each) + np.arange(each, dtype=np.int32)
+
+    def _of_pages(self, job: CopyJob, sources: Int32s) -> PageCopyJob:
         """Return a list of copies as copies of pages. ``sources``: the pages before the plan, null where there were
         none: then the source is a target of an earlier list of the plan."""
-        targets = self._maps[job.target].map(job.group, job.pairs[:, 1])
-        unknown = sources[:, 0] == NULL_PAGE
-        if unknown.any():
-            sources[unknown] = self._maps[job.source].pages(job.group, job.pairs[unknown, 0])
+        group, targets, names = job.group, job.pairs[:, 1], job.names
+        if job.target in self._maps:
+            pages = self._maps[job.target].map(group, targets)
+        else:
+            pages = self._numbered(group, targets)
+        if job.peer is None and job.source in self._maps:
+            if (unknown := sources[:, 0] == NULL_PAGE).any():
+                sources[unknown] = self._maps[job.source].pages(group, job.pairs[unknown, 0])
             if not sources.all():
-                raise InvalidPlanError(f"a block of group {job.group} is copied that has no pages")
-        return dataclasses.replace(job, pairs=np.stack([sources.ravel(), targets.ravel()], axis=1))
+                raise InvalidPlanError(f"a block of group {group} is copied that has no pages")
+        if names:
+            names = [page_name(name, group, index) for name in names for index in range(pages.shape[1])]
+        pairs = np.stack([sources.ravel(), pages.ravel()], axis=1)
+        return PageCopyJob(job.epoch, job.step, job.source, job.target, pairs, job.peer, names, group, targets)
+
+    def pages_for_peer(self, tier: int, group: int, numbers: Int32s) -> Int32s | None:
+        """Return the pages of a tier that another executor has asked for by their numbers (see ``PageCopyJob``); None:
+        there are no such pages. Called on any thread, while the blocks are pinned."""
+        if tier not in self._maps or not 0 <= group < len(self.groups) or numbers.min() < 0:
+            return None
+        blocks, indices = np.divmod(numbers, self.groups[group].pages_per_block)
+        if blocks.max() >= self._sizes[group][tier]:
+            return None
+        pages: Int32s = self._maps[tier].pages(group, blocks)[np.arange(len(blocks)), indices]
+        return pages if pages.all() else None
 
 
-def batch_for(
-    groups: Sequence[LayerGroup],
-    num_pages: Mapping[int, int],
-    pool_blocks: int,
-    tiers: Mapping[int, int],
-    **options: int,
-) -> InputBatch:
-    """Return the input batch of a model with these ``groups``; without any, of one with ``pool_blocks`` blocks.
+def page_name(block: BlockName, group: int, index: int) -> BlockName:
+    """Return the name of a page of a block in tiers that find blocks by their names.
 
-    ``num_pages``: see ``GroupedBatch``. ``tiers`` and ``options``: see ``InputBatch``.
+    The first page of the first group has the block's own name, by which such a tier looks prefixes up. The other pages
+    hang on it, so they go when it goes.
     """
-    if groups:
-        return GroupedBatch(groups, num_pages, **options)
-    return InputBatch(pool_blocks=pool_blocks, tiers=tiers, **options)
+    if not group and not index:
+        return block
+    own = hashlib.sha256(block.hash + pack_int32s([group, index])).digest()
+    return BlockName(BlockHash(own), block.hash)
+
+
+def batch_for(info: Hello, tiers: Mapping[int, int], **options: int) -> InputBatch:
+    """Return the input batch of the executor that ``info`` describes. ``tiers`` and ``options``: see ``InputBatch``."""
+    sizes = {"max_model_len": info.max_model_len, "block_size": info.block_size, "num_adapters": info.adapters.slots}
+    if info.groups:  # the blocks of tiers are pages then
+        return GroupedBatch(info.groups, {DEVICE: info.num_pages, **tiers}, **(sizes | options))
+    return InputBatch(pool_blocks=info.num_blocks, tiers=tiers, **(sizes | options))

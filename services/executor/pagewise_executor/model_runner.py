@@ -40,8 +40,8 @@ from pagewise_executor.devices import device_name, set_cpu_threads
 from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
 from pagewise_executor.group_choice import choose_pages, groups_of
-from pagewise_executor.grouped_batch import batch_for
-from pagewise_executor.input_batch import SequenceState, StepWork, accept, kept_tokens
+from pagewise_executor.grouped_batch import GroupedBatch, batch_for
+from pagewise_executor.input_batch import Int32s, SequenceState, StepWork, accept, kept_tokens
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.page_pool import PagePool
@@ -184,12 +184,17 @@ class ModelRunner:
         self._compute_logprobs = chosen.compute_logprobs
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
-        block_format = loaded.block_format(kv_dtype, self._layout)
+        paged = "" if self._pages is None else f" {self._pages.page_bytes} {self.info.groups}"
+        block_format = loaded.block_format(kv_dtype, self._layout + paged)
         lower = make_tiers(
             config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, ranks, self._issuing
         )
         self._copier.tiers |= lower
-        described = (TierInfo(number, tier.num_blocks, identity=tier.identity) for number, tier in lower.items())
+        # Of the pages of a tier with ids, page 0 is the null page here too.
+        unused = 0 if self._pages is None else 1
+        described = (
+            TierInfo(number, max(0, tier.num_blocks - unused), identity=tier.identity) for number, tier in lower.items()
+        )
         self.info = msgspec.structs.replace(self.info, tiers=tuple(described))
         if self._graphs is not None and self._device.type == "cuda":
             self._capture(self._graphs, config)
@@ -198,6 +203,8 @@ class ModelRunner:
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
             self._copier.peers = self._peers = peers = exchange(self._copier.tiers, self._pool.bytes_per_block)
+            if self._pages is not None:
+                peers.server.pages_of = self._pages_for_peer
             self.info = msgspec.structs.replace(
                 self.info, block_endpoint=peers.server.endpoint, block_format=block_format
             )
@@ -319,6 +326,11 @@ class ModelRunner:
         )
         self.info = msgspec.structs.replace(self.info, tiers=tuple(measured))
 
+    def _pages_for_peer(self, tier: int, group: int, numbers: Int32s) -> Int32s | None:
+        batch = self._batch
+        assert isinstance(batch, GroupedBatch)
+        return batch.pages_for_peer(tier, group, numbers)
+
     def report_to(self, report: Report) -> None:
         """Call ``report``, on any thread, with the outcomes of copies and of the messages that ``handle`` takes."""
         self._report = report
@@ -366,12 +378,10 @@ class ModelRunner:
 
     def reset(self, welcome: Welcome) -> None:
         """Empty the input batch and make room for ``welcome.max_num_seqs`` sequences."""
+        tiers = {tier.number: tier.num_blocks for tier in self.info.tiers}
         self._batch = batch_for(
-            self.info.groups, {DEVICE: self.info.num_pages}, self.info.num_blocks,
-            {number: tier.num_blocks for number, tier in self._copier.tiers.items()},
-            num_rows=welcome.max_num_seqs, max_model_len=self._longest, block_size=self.info.block_size,
-            vocab_size=self.info.vocab_size, num_adapters=self.info.adapters.slots,
-            short_rope_len=self.info.short_rope_len,
+            self.info, tiers, num_rows=welcome.max_num_seqs, max_model_len=self._longest,
+            vocab_size=self.info.vocab_size, short_rope_len=self.info.short_rope_len,
         )  # fmt: skip
         if self._pages is None:  # no sequence begins with full layers alone, so their blocks need no hashes
             self._batch.on_remove = self._block_hashes.cache_full_blocks

@@ -297,11 +297,12 @@ def _whole_blocks(info: Hello) -> int:
 
 
 def _prefill_again(runner: Runner) -> Callable[[], object] | None:
-    """Return a function that runs a step of one chunk in the last blocks of the device; None: they are copied."""
+    """Return a function that runs a step of one chunk in the last blocks of the device; None: they are copied, or their
+    pages are."""
     info = runner.info
     count = min(_TOKENS_BESIDE, info.max_model_len, info.max_num_batched_tokens or _TOKENS_BESIDE)
     number = -(-count // info.block_size)
-    if info.num_blocks < _MOST_COPIED + number:
+    if info.groups or info.num_blocks < _MOST_COPIED + number:
         return None
     runner.reset(Welcome(0, 1, count, keeps_blocks=True))
     blocks = np.arange(info.num_blocks - number, info.num_blocks, dtype=np.int32).tobytes()
@@ -345,7 +346,8 @@ class _Copies(NamedTuple):
         name = tier_name(self.number)
         done: queue.SimpleQueue[Copied | Found] = queue.SimpleQueue()
         self.tier.report = done.put
-        pairs = np.stack([np.arange(len(blocks)), blocks], axis=1).astype(np.int32)
+        first = 1 if self.runner.info.groups else 0  # nothing may write to the null page
+        pairs = np.stack([np.arange(first, first + len(blocks)), blocks], axis=1).astype(np.int32)
         pairs = pairs if source == DEVICE else pairs[:, ::-1]
         self.tier.begin(CopyJob(0, 1, source, target, pairs, names=self.names), self.device)
         until = time.perf_counter() + _COPY_TIMEOUT

@@ -9,7 +9,6 @@ from math import log
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.config.adapter_options import adapter_capacity
 from pagewise_shared.protocol import (
-    DEVICE,
     HOST,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -56,7 +55,7 @@ class SimulatedRunner:
         groups: tuple[LayerGroup, ...] = (),
     ) -> None:
         if tiers is None:
-            tiers = {HOST: _DEFAULT_BLOCKS} if config.host_memory and not groups else {}
+            tiers = {HOST: _DEFAULT_BLOCKS} if config.host_memory else {}
         sized, num_blocks = with_step_limits(config, None), config.num_blocks or _DEFAULT_BLOCKS
         asked = num_blocks * config.block_size if config.max_model_len == "auto" else config.max_model_len
         self.info = Hello(
@@ -106,16 +105,8 @@ class SimulatedRunner:
 
     def reset(self, welcome: Welcome) -> None:
         """Empty the input batch."""
-        self._batch = batch_for(
-            self.info.groups,
-            {DEVICE: self.info.num_pages},
-            self.info.num_blocks,
-            {tier.number: tier.num_blocks for tier in self.info.tiers},
-            num_rows=welcome.max_num_seqs,
-            max_model_len=self.info.max_model_len,
-            block_size=self.info.block_size,
-            num_adapters=self.info.adapters.slots,
-        )
+        tiers = {tier.number: tier.num_blocks for tier in self.info.tiers}
+        self._batch = batch_for(self.info, tiers, num_rows=welcome.max_num_seqs)
         self._hashes.clear()
 
     def execute(self, plan: StepPlan) -> FinishedStep:
