@@ -95,7 +95,8 @@ def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base
     for asked, tokens in zip(requests, expected, strict=True):
         assert all(sequence.output_token_ids.tolist() == tokens for sequence in asked.sequences)
     queries, hits = scheduler.prefix_hits
-    assert hits > 0.5 * queries
+    # With groups of layers a sequence begins at snapshots alone, which lie at the ends of prompts and outputs.
+    assert runner.info.groups or hits > 0.5 * queries
     assert_nothing_is_held(scheduler, blocks)
 
 
