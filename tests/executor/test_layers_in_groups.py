@@ -12,20 +12,17 @@ from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.page_map import NULL_PAGE
+from pagewise_executor.runner import Runner
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.config import ExecutorConfig, SpeculativeConfig
 from pagewise_shared.protocol import LayerGroup, StepPlan, unpack_int32s
 
 from tests.cpu_kernels import need_cpu_kernels
-from tests.executor import test_speculation
 from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_family, check_mixture, check_recovery
 from tests.executor.ranks.groups import ThreadGroup, config_of
-from tests.executor.ranks.test_families import greedy
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
-from tests.executor.test_triton import LENGTHS
-from tests.executor.test_triton import check as check_triton
 from tests.model_builders import EAGER, VOCAB_SIZE, build_model
 
 FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3")
@@ -75,23 +72,55 @@ def test_conversations_are_computed_again(gemma3: Path) -> None:
     check_recovery(gemma3, "recompute", 17, n=2, host_memory=None)
 
 
+def serve(runner: Runner, **options: object) -> tuple[Scheduler, list[list[int]]]:
+    """The greedy outputs of prompts, some of which repeat themselves, in memory for a few of them."""
+    rng = random.Random(3)
+    phrase = [rng.randrange(3, VOCAB_SIZE) for _ in range(5)]
+    prompts = [[3 + number, *phrase * (1 + number)] for number in range(4)]
+    prompts.append([rng.randrange(3, VOCAB_SIZE) for _ in range(40)])
+    requests = [request(prompt, 20, f"r{number}", allowed=(*phrase, 7)) for number, prompt in enumerate(prompts)]
+    scheduler, _ = run_requests(
+        runner, requests, num_blocks=14, max_num_seqs=4, max_num_batched_tokens=19, arrive_every=2,
+        **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return scheduler, [one.sequences[0].output_token_ids.tolist() for one in requests]
+
+
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
-def test_drafts_are_verified(tmp_path: Path, kernels: str) -> None:
-    test_speculation.need(kernels)
-    test_speculation.check(tmp_path, kernels, family="gemma3", host_memory=None)
+def test_drafts_are_verified(gemma3: Path, kernels: str) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    runner = build_runner(gemma3, kernels=kernels, host_memory=None)
+    _, expected = serve(runner)
+    speculative = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1)
+    scheduler, found = serve(runner, speculative=speculative)
+    assert found == expected
+    assert scheduler.features.drafts.num_accepted_tokens > 5
+    assert runner.info.groups
 
 
 def test_ranks_have_the_same_groups(gemma3: Path) -> None:
-    expected, _ = greedy(ModelRunner(config_of(gemma3, 1)))
+    _, expected = serve(ModelRunner(config_of(gemma3, 1)))
     group = ThreadGroup(gemma3, 2)
     assert group.info.groups
-    assert greedy(group)[0] == expected  # type: ignore[arg-type]
+    scheduler, found = serve(group)  # type: ignore[arg-type]
     group.close()
+    assert found == expected
+    assert scheduler.num_preemptions > 0
 
 
 @pytest.mark.interpreted
-def test_triton_kernels_read_pages(tmp_path: Path, device: torch.device) -> None:
-    check_triton("gemma3", tmp_path, device.type, LENGTHS, cuda_graphs=False)
+def test_triton_kernels_read_pages(gemma3: Path, device: torch.device) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(gemma3, dtype=torch.float32).to(device)
+    prompts = [[3, *range(10, 26)], [4, *range(40, 45)], [3, *range(10, 18)]]
+    expected = reference(model, prompts, [5] * 3, device.type)
+    runner = build_runner(
+        gemma3, device.type, kernels="triton", host_memory=None, cuda_graphs=False, block_size=4, max_num_seqs=32
+    )
+    assert runner.info.groups
+    requests = [request(prompt, 5, f"r{number}") for number, prompt in enumerate(prompts)]
+    run_requests(runner, requests, num_blocks=14, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
+    assert [one.sequences[0].output_token_ids.tolist() for one in requests] == expected
 
 
 # ---- one group -----------------------------------------------------------------------------------------------

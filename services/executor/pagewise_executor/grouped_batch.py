@@ -26,11 +26,13 @@ Stretch = tuple[int, int, int]
 class SlotBatch:
     """The input batch as the attention of one slot's layers sees it.
 
-    ``block_tables`` [num_rows, max_blocks] int32 name pages. Other members are those of ``InputBatch``.
+    ``block_tables`` [num_rows, max_blocks] int32 name pages. Other members are those of ``InputBatch``. Tables of
+    windowed layers begin with null pages, which are no prefixes that decodes share.
     """
 
     def __init__(self, batch: "GroupedBatch", group: int, tables: Int32s) -> None:
         self.group, self.block_tables, self._batch = group, tables, batch
+        self.shares_prefixes = not group
         self.block_size, self.num_computed = batch.block_size, batch.num_computed
 
     def flat_batch(self, work: StepWork) -> tuple[Int64s, Int64s]:

@@ -164,6 +164,8 @@ class InputBatch:
     most tokens of each row, ``short_rope_len`` if it has joined with no more than that.
     """
 
+    shares_prefixes = True
+
     def __init__(
         self,
         *,

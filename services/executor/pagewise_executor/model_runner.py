@@ -184,18 +184,7 @@ class ModelRunner:
         self._compute_logprobs = chosen.compute_logprobs
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
-        paged = "" if self._pages is None else f" {self._pages.page_bytes} {self.info.groups}"
-        block_format = loaded.block_format(kv_dtype, self._layout + paged)
-        lower = make_tiers(
-            config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, ranks, self._issuing
-        )
-        self._copier.tiers |= lower
-        # Of the pages of a tier with ids, page 0 is the null page here too.
-        unused = 0 if self._pages is None else 1
-        described = (
-            TierInfo(number, max(0, tier.num_blocks - unused), identity=tier.identity) for number, tier in lower.items()
-        )
-        self.info = msgspec.structs.replace(self.info, tiers=tuple(described))
+        block_format = self._add_tiers(config, loaded, kv_dtype, host_folder)
         if self._graphs is not None and self._device.type == "cuda":
             self._capture(self._graphs, config)
         if ranks.first:
@@ -208,6 +197,25 @@ class ModelRunner:
             self.info = msgspec.structs.replace(
                 self.info, block_endpoint=peers.server.endpoint, block_format=block_format
             )
+
+    def _add_tiers(
+        self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, host_folder: Path | None
+    ) -> str:
+        """Make the tiers below the device; return the format of blocks, or pages."""
+        paged = "" if self._pages is None else f" {self._pages.page_bytes} {self.info.groups}"
+        block_format = loaded.block_format(kv_dtype, self._layout + paged)
+        lower = make_tiers(
+            config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, self._ranks,
+            self._issuing,
+        )  # fmt: skip
+        self._copier.tiers |= lower
+        # Of the pages of a tier with ids, page 0 is the null page here too.
+        unused = 0 if self._pages is None else 1
+        described = (
+            TierInfo(number, max(0, tier.num_blocks - unused), identity=tier.identity) for number, tier in lower.items()
+        )
+        self.info = msgspec.structs.replace(self.info, tiers=tuple(described))
+        return block_format
 
     def _size_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
         """Make the KV pool in the size that the options ask for, or that the device has room for."""

@@ -56,8 +56,12 @@ class StepAttention(Protocol):
 
 
 class BatchTables(Protocol):
-    """The part of an input batch that attention reads; see ``InputBatch``."""
+    """The part of an input batch that attention reads; see ``InputBatch``.
 
+    ``shares_prefixes``: decodes whose tables begin alike share these blocks.
+    """
+
+    shares_prefixes: bool
     block_size: int
     block_tables: Int32s
     num_computed: Int64s

@@ -234,7 +234,7 @@ class TritonBackend(AttentionBackend):
         """
         if self._shared_blocks and np.array_equal(rows, self._shared_rows):
             return
-        if self._plans and not any(plan.can_share for plan in self._plans.values()):
+        if not self._batch.shares_prefixes or (self._plans and not any(one.can_share for one in self._plans.values())):
             return
         self._shared = shared_prefixes(self._batch.block_tables, rows, lengths, self._batch.block_size)
         prefixes, _ = self._shared
