@@ -152,6 +152,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
         },
     ),
+    "olmo3": ("Olmo3Config", _DECODER | {"num_hidden_layers": 4, "sliding_window": 9}),
     "mixtral": ("MixtralConfig", _DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (
         "Qwen2MoeConfig",

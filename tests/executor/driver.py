@@ -4,13 +4,16 @@ import queue
 from collections import deque
 from time import monotonic
 
+import msgspec
 from pagewise_executor.runner import PendingStep, Runner
 from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
+from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.server.executor_checks import shape_of
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import (
@@ -18,6 +21,7 @@ from pagewise_shared.protocol import (
     CompileGrammar,
     Copied,
     GrammarCompiled,
+    Hello,
     StepPlan,
     Welcome,
     decode_from_scheduler,
@@ -44,9 +48,11 @@ def run_requests(
 
     ``directory``: of the executors that lend blocks, to which this one is added.
     """
+    shape = arena_of(runner.info, max_num_batched_tokens, num_blocks)
     scheduler = Scheduler(
         features=FeatureOptions(runner.info.adapters, max_grammars=runner.info.max_grammars, speculative=speculative),
         num_blocks=num_blocks or runner.info.num_blocks,
+        shape=shape,
         block_size=runner.info.block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -58,6 +64,21 @@ def run_requests(
         lend(scheduler, runner, directory)
     runner.reset(Welcome(1, max_num_seqs, max_num_batched_tokens))
     return scheduler, drive(runner, scheduler, requests, arrive_every)
+
+
+def arena_of(info: Hello, max_num_batched_tokens: int, num_blocks: int | None = None) -> ArenaShape | None:
+    """The arena of an executor with several groups of layers, or as much of it as ``num_blocks`` blocks of all layers
+    take."""
+    if num_blocks is not None:
+        pages = num_blocks * sum(group.pages_per_block for group in info.groups)
+        info = msgspec.structs.replace(info, num_pages=min(pages, info.num_pages))
+    return shape_of(info, 2 * max_num_batched_tokens)
+
+
+def assert_nothing_is_held(scheduler: Scheduler, num_blocks: int) -> None:
+    """Without requests, all memory is available: ``num_blocks`` blocks, or the pages of an arena."""
+    shape = scheduler.kv.shape
+    assert scheduler.kv.num_available == (num_blocks if shape is None else shape.num_pages)
 
 
 def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_every: int = 0) -> list[StepOutput]:

@@ -15,7 +15,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.sampling import BeamParams
 
 from tests.core_requests import change
-from tests.executor.driver import request, run_requests
+from tests.executor.driver import assert_nothing_is_held, request, run_requests
 from tests.executor.references import beam_reference, reference
 from tests.executor.runners import build_runner
 from tests.model_builders import EAGER, VOCAB_SIZE, build_model
@@ -79,7 +79,7 @@ def check_family(
         )
         assert [r.sequences[0].output_token_ids.tolist() for r in requests] == [expected[i] for i in members]
         assert (scheduler.num_preemptions > 0) == (members is growing)
-        assert scheduler.kv.num_available == num_blocks
+        assert_nothing_is_held(scheduler, num_blocks)
     check_sharing(runner, model, prompts[7], device)
 
 
@@ -95,8 +95,9 @@ def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base
     for asked, tokens in zip(requests, expected, strict=True):
         assert all(sequence.output_token_ids.tolist() == tokens for sequence in asked.sequences)
     queries, hits = scheduler.prefix_hits
-    assert hits > 0.5 * queries
-    assert scheduler.kv.num_available == blocks
+    # With groups of layers a sequence begins at snapshots alone, which lie at the ends of prompts and outputs.
+    assert runner.info.groups or hits > 0.5 * queries
+    assert_nothing_is_held(scheduler, blocks)
 
 
 # ---- KV that comes back -------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ def check_recovery(
     for served, tokens in zip(requests, expected, strict=True):
         for sequence in served.sequences:
             assert sequence.output_token_ids.tolist() == tokens
-    assert scheduler.kv.num_available == num_blocks
+    assert_nothing_is_held(scheduler, num_blocks)
     return runner, scheduler.kv.pool.counters.loaded
 
 
@@ -191,5 +192,5 @@ def check_beams(
         requests.append(beam_request(prompt, max_tokens, beam, n, ends, f"b{number}"))
     scheduler, _ = run_requests(runner, requests, max_num_seqs=32, max_num_batched_tokens=48)
     assert [[sequence.output_token_ids.tolist() for sequence in made.sequences] for made in requests] == wanted
-    assert scheduler.kv.num_available == num_blocks
+    assert_nothing_is_held(scheduler, num_blocks)
     assert scheduler.kv.pool.counters.copied > 0 or width == 1

@@ -1,7 +1,7 @@
 """The copies of a plan: each list goes from one tier to another, or from another executor."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,8 @@ class CopyJob:
     """One list of a step's copies, which has been checked.
 
     ``pairs``: if a target is named more than once, the last of its sources counts. A block of a tier without ids is an
-    index in ``names``. ``peer``: the executor whose tier ``source`` is; None for a tier of this executor.
+    index in ``names``. ``peer``: the executor whose tier ``source`` is; None for a tier of this executor. ``group``: of
+    layers.
     """
 
     epoch: int
@@ -27,6 +28,7 @@ class CopyJob:
     pairs: Pairs
     peer: RemoteTier | None = None
     names: Sequence[BlockName] = ()
+    group: int = 0
 
     def is_of(self, cancelled: CancelCopies) -> bool:
         """Return whether ``cancelled`` means these copies."""
@@ -47,3 +49,19 @@ class CopyJob:
             bad=pack_int32s(bad),
             error=error,
         )
+
+
+@dataclass(slots=True)
+class PageCopyJob(CopyJob):
+    """A list of copies of blocks that is made page by page: ``pairs`` are pages, and ``names`` those of pages.
+
+    ``targets`` [blocks]: the target blocks, whose pages follow each other in ``pairs``. If the source is a peer's, its
+    pages are numbers that the peer knows: block times pages per block, plus the index of the page in the block.
+    """
+
+    targets: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    def confirmed(self, seconds: float, bad: Iterable[int] = (), error: StepError | None = None) -> Copied:
+        """Return the message that confirms the job. ``bad``: target pages whose content is missing or corrupt."""
+        spoiled = np.isin(self.pairs[:, 1], list(bad)).reshape(len(self.targets), -1).any(axis=1)
+        return CopyJob.confirmed(self, seconds, self.targets[spoiled].tolist(), error)

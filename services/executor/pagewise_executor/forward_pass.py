@@ -1,16 +1,19 @@
 """The forward pass of steps: the model over a flat batch, with the attention and the sampling of its kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pagewise_executor.adapters.adapters import Adapters
 from pagewise_executor.attention.backend import AttentionBackend, ForwardContext, PagedLayer
+from pagewise_executor.attention.grouped import GroupedBackend
 from pagewise_executor.attention.registry import backend_of, kv_dtype_for
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.kv.layer_groups import PageLayout
+from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.long_rope import rope_positions
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
@@ -50,9 +53,13 @@ class ForwardPass:
         """Use the K and V of ``pool`` from now on."""
         self._pool = pool
         written: set[int] = set()
+        contexts = [self.forward_context] * len(pool.layers)
+        if isinstance(pool, PagePool):
+            assert isinstance(self.attention, GroupedBackend)
+            contexts = [self.attention.contexts[slot] for slot in pool.slot_of]
         for module, place, chunk in zip(self._layers, self._places, self._attention_chunks, strict=True):
             layer = pool.layers[place]
-            paged = PagedLayer(layer.keys, layer.values, layer.scales, self.forward_context, place, chunk)
+            paged = PagedLayer(layer.keys, layer.values, layer.scales, contexts[place], place, chunk)
             paged.writes_kv, paged.scale_queries = place not in written, getattr(module, "scale_queries", None)
             written.add(place)
             module.paged_layer = paged  # type: ignore[assignment]
@@ -116,18 +123,24 @@ class StepCompute(NamedTuple):
 
 
 def choose_compute(
-    config: SizedConfig, loaded: LoadedModel, last_tokens: torch.Tensor, adapters: Adapters | None
+    config: SizedConfig,
+    loaded: LoadedModel,
+    last_tokens: torch.Tensor,
+    adapters: Adapters | None,
+    pages: PageLayout | None = None,
 ) -> StepCompute:
     """Return the forward pass and the sampling by ``loaded.kernels``. Triton kernels are checked before they are used.
 
     ``last_tokens`` int64 [num_rows + 1]: the token that each row sampled last. ``adapters``: of the executor.
+    ``pages``: of a model with several groups of layers.
 
     Raises:
         ModelError: a Triton kernel does not work on this device.
     """
     device, backend = loaded.device, backend_of(config, loaded.kernels)
     if loaded.kernels != "triton":
-        forward_pass = ForwardPass(loaded, backend(device), last_tokens, adapters)
+        attention = _for_each_slot(lambda: backend(device), device, pages)
+        forward_pass = ForwardPass(loaded, attention, last_tokens, adapters)
         penalties = TorchPenalties(loaded.vocab_size, device)
         return StepCompute(forward_pass, TorchTokenSampler(device), penalties, compute_logprobs)
     from pagewise_executor.attention.prefill_choice import choose_prefill_library
@@ -135,9 +148,42 @@ def choose_compute(
 
     kv_dtype = kv_dtype_for(config, loaded.dtype, backend, device)
     check_kernels(config, loaded, kv_dtype)
+    if pages is not None:
+        return _eager_triton_compute(config, loaded, last_tokens, adapters, pages)
     library, is_unfit = choose_prefill_library(config, device, loaded.layers, kv_dtype)
     loaded.fallback |= is_unfit
     return triton_compute(config, loaded, last_tokens, adapters, library)
+
+
+def _for_each_slot(
+    make: Callable[[], AttentionBackend], device: torch.device, pages: PageLayout | None
+) -> AttentionBackend:
+    """Return the attention of a model with one group of layers, or with the groups of ``pages``."""
+    if pages is None:
+        return make()
+    return GroupedBackend(device, [make() for group in pages.groups for _ in range(group.pages_per_block)])
+
+
+def _eager_triton_compute(
+    config: SizedConfig, loaded: LoadedModel, last_tokens: torch.Tensor, adapters: Adapters | None, pages: PageLayout
+) -> StepCompute:
+    """Return the forward pass and the sampling by the Triton kernels for several groups of layers, which CUDA graphs do
+    not support."""
+    from pagewise_kernels.logprobs import token_logprobs
+
+    from pagewise_executor.attention.triton_attention import TritonBackend
+
+    device, rows = loaded.device, config.max_num_seqs
+    attention = _for_each_slot(
+        lambda: TritonBackend(
+            device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic
+        ),
+        device,
+        pages,
+    )
+    forward_pass = ForwardPass(loaded, attention, last_tokens, adapters)
+    penalties = TritonPenalties(rows, loaded.vocab_size, device)
+    return StepCompute(forward_pass, TritonTokenSampler(rows, device), penalties, token_logprobs)
 
 
 def triton_compute(

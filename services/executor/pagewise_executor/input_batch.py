@@ -164,6 +164,8 @@ class InputBatch:
     most tokens of each row, ``short_rope_len`` if it has joined with no more than that.
     """
 
+    shares_prefixes = True
+
     def __init__(
         self,
         *,
@@ -200,11 +202,12 @@ class InputBatch:
         Raises:
             InvalidPlanError: the plan contradicts the batch, or names blocks or tokens that do not exist.
         """
+        self._check_groups(plan)
         for row in plan.left:
             self.remove(row)
         check_constraints(plan.constraints, self.vocab_size)
         joined = [self._join(new, with_constraints(new, plan.constraints)) for new in plan.joined]
-        self._change_tables(_int32s(plan.tables))
+        self._change_tables(int32s(plan.tables))
         if self._changed:
             self._order = np.fromiter(self._decoding, np.int64, len(self._decoding))
         self._check_slots(self._order)
@@ -217,7 +220,7 @@ class InputBatch:
             chunks=verified + self._chunks(plan),
             joined=joined,
             left=list(plan.left),
-            copies=checked_copies(plan, self._num_blocks_of),
+            copies=self._copies(plan),
             changed_tables=self._changed_tables,
             moves=plan.moves,
             reached=[(row, int(self.num_computed[row]) + size) for row, size in plan.chunks],
@@ -293,12 +296,20 @@ class InputBatch:
         blocks = self.block_tables[rows, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
 
+    def _check_groups(self, plan: StepPlan) -> None:
+        """Check that a plan knows the groups of layers: here there is one."""
+        if plan.windows or plan.unmapped or any(new.windows for new in plan.joined):
+            raise InvalidPlanError("the plan has tables of windowed layers, but the model has one group of layers")
+
+    def _copies(self, plan: StepPlan) -> list[CopyJob]:
+        return checked_copies(plan, [self._num_blocks_of])
+
     def _join(self, new: NewSequence, sampling: SamplingParams) -> int:
         if not 0 <= new.row < self._num_rows:
             raise InvalidPlanError(f"row {new.row} is not one of the {self._num_rows} rows")
         if new.row in self.sequences:
             raise InvalidPlanError(f"row {new.row} is taken")
-        marked = _int32s(new.tokens)
+        marked = int32s(new.tokens)
         tokens, segments = marked, _NO_SEGMENTS
         if len(marked) and marked.max() >= MOVED:
             tokens = marked & TOKEN_ID
@@ -319,7 +330,7 @@ class InputBatch:
         self.limits[new.row] = self._short_rope_len if len(tokens) <= self._short_rope_len else self.max_model_len
         self.num_computed[new.row] = new.num_computed_tokens
         self.num_blocks[new.row] = 0
-        self._extend(new.row, _int32s(new.blocks))
+        self._extend(new.row, int32s(new.blocks))
         return new.row
 
     def _change_tables(self, triples: Int32s) -> None:
@@ -377,7 +388,7 @@ class InputBatch:
             return [], [], self._order
         if lost := [row for row, _ in drafts if row not in self._decoding]:
             raise InvalidPlanError(f"row {lost[0]} has a draft but does not decode")
-        found = [Draft(row, int(self.num_computed[row]), _int32s(tokens)) for row, tokens in drafts]
+        found = [Draft(row, int(self.num_computed[row]), int32s(tokens)) for row, tokens in drafts]
         slots = [int(min(self.num_blocks[one.row] * self.block_size, self.limits[one.row])) for one in found]
         found = checked_drafts(found, self.sequences, slots, self.vocab_size)
         verified = [Chunk(one.row, one.start, 1 + len(one.tokens), completes=False, drafted=True) for one in found]
@@ -400,7 +411,7 @@ class InputBatch:
     def _check_move(self, move: SegmentMove) -> None:
         if move.row not in self.sequences:
             raise InvalidPlanError(f"row {move.row} gets a segment but holds no sequence")
-        size, blocks = self.block_size, _int32s(move.blocks)
+        size, blocks = self.block_size, int32s(move.blocks)
         first = move.first * size
         if not 0 <= first <= move.start - move.distance < move.stop - move.distance <= first + len(blocks) * size:
             raise InvalidPlanError(f"row {move.row}: the blocks of a segment do not hold its tokens")
@@ -431,7 +442,12 @@ def _stretches(marks: npt.NDArray[np.bool_]) -> Int64s:
     return np.flatnonzero(np.diff(marks, prepend=False, append=False)).reshape(-1, 2)
 
 
-def _int32s(data: bytes) -> Int32s:
+def int32s(data: bytes) -> Int32s:
+    """Return the values of int32 bytes.
+
+    Raises:
+        InvalidPlanError: they are not a whole number of values.
+    """
     if len(data) % 4:
         raise InvalidPlanError(f"{len(data)} bytes are not a whole number of int32 values")
     return np.frombuffer(data, np.int32)

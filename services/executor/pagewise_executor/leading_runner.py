@@ -24,6 +24,7 @@ class LeadingRunner(ModelRunner):
             self.info,
             block_endpoint=" ".join(endpoints) if all(endpoints) else "",
             bytes_per_block=leader.size * self.info.bytes_per_block,
+            page_bytes=leader.size * self.info.page_bytes,
             device=self._devices,
         )
 

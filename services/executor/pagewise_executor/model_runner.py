@@ -39,9 +39,12 @@ from pagewise_executor.device_defaults import Gpu, SizedConfig, with_step_limits
 from pagewise_executor.devices import device_name, set_cpu_threads
 from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
-from pagewise_executor.input_batch import InputBatch, SequenceState, StepWork, accept, kept_tokens
+from pagewise_executor.group_choice import choose_pages, groups_of
+from pagewise_executor.grouped_batch import GroupedBatch, batch_for
+from pagewise_executor.input_batch import Int32s, SequenceState, StepWork, accept, kept_tokens
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
+from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
@@ -64,6 +67,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+
+_NO_SEGMENTS = "its windowed layers do not keep all tokens"
+_STEPS_IN_FLIGHT = 2
+"""Most steps of which the scheduler waits for the results."""
 
 _Computed = tuple[torch.Tensor, LogprobsTensors | None, list[tuple[int, LogprobsTensors]]]
 
@@ -155,8 +162,12 @@ class ModelRunner:
         backend = backend_of(config, loaded.kernels)
         kv_dtype = kv_dtype_for(config, loaded.dtype, backend, loaded.device)
         self._layout = layout_of(config, backend)
+        self._pages = choose_pages(config, loaded, kv_dtype, exchanges=exchange is not None)
+        if self._pages is not None:
+            self._layout = backend.layout_in_pages
+            loaded.rotations, loaded.no_segments = [], _NO_SEGMENTS
         if config.max_model_len == "auto":  # block tables have room for the pool that would fit beside no steps
-            most = self._num_blocks(config, loaded, kv_dtype) * config.block_size
+            most = self._holds(config, self._num_blocks(config, loaded, kv_dtype))
             loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, most))
         self._threads, self._issuing = StepThreads(threads if self._device.type == "cpu" else 1), Issuing()
         self._longest, self._upload = loaded.max_model_len, Uploads(self._device)
@@ -167,19 +178,13 @@ class ModelRunner:
         if ranks.first:
             self._grammars, self._no_grammars = load_grammars(config, loaded.vocab_size, loaded.device.type)
         self._adapters = make_adapters(config, loaded)
-        chosen = choose_compute(config, loaded, self._last_tokens, self._adapters)
+        chosen = choose_compute(config, loaded, self._last_tokens, self._adapters, self._pages)
         self._forward_pass, self._graphs = chosen.forward_pass, chosen.graphs
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
-        block_format = loaded.block_format(kv_dtype, self._layout)
-        lower = make_tiers(
-            config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, ranks, self._issuing
-        )
-        self._copier.tiers |= lower
-        described = (TierInfo(number, tier.num_blocks, identity=tier.identity) for number, tier in lower.items())
-        self.info = msgspec.structs.replace(self.info, tiers=tuple(described))
+        block_format = self._add_tiers(config, loaded, kv_dtype, host_folder)
         if self._graphs is not None and self._device.type == "cuda":
             self._capture(self._graphs, config)
         if ranks.first:
@@ -187,9 +192,30 @@ class ModelRunner:
         self.reset(Welcome(0, config.max_num_seqs, config.max_num_batched_tokens, keeps_blocks=True))
         if exchange is not None:
             self._copier.peers = self._peers = peers = exchange(self._copier.tiers, self._pool.bytes_per_block)
+            if self._pages is not None:
+                peers.server.pages_of = self._pages_for_peer
             self.info = msgspec.structs.replace(
                 self.info, block_endpoint=peers.server.endpoint, block_format=block_format
             )
+
+    def _add_tiers(
+        self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, host_folder: Path | None
+    ) -> str:
+        """Make the tiers below the device; return the format of blocks, or pages."""
+        paged = "" if self._pages is None else f" {self._pages.page_bytes} {self.info.groups}"
+        block_format = loaded.block_format(kv_dtype, self._layout + paged)
+        lower = make_tiers(
+            config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, self._ranks,
+            self._issuing,
+        )  # fmt: skip
+        self._copier.tiers |= lower
+        # Of the pages of a tier with ids, page 0 is the null page here too.
+        unused = 0 if self._pages is None else 1
+        described = (
+            TierInfo(number, max(0, tier.num_blocks - unused), identity=tier.identity) for number, tier in lower.items()
+        )
+        self.info = msgspec.structs.replace(self.info, tiers=tuple(described))
+        return block_format
 
     def _size_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
         """Make the KV pool in the size that the options ask for, or that the device has room for."""
@@ -199,22 +225,36 @@ class ModelRunner:
         _log_pool(self.info)
 
     def _num_blocks(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, reserved: int = 0) -> int:
-        """Return the number of blocks for which every rank has room."""
+        """Return the number of blocks of all layers, or of pages, for which every rank has room."""
         each, most = bytes_per_block(loaded.shapes, config.block_size, kv_dtype), loaded.max_model_len
-        return self._ranks.least(pool_size(config, each, self._device, most, reserved, self._ranks.on_host))
+        found = self._ranks.least(pool_size(config, each, self._device, most, reserved, self._ranks.on_host))
+        return found if self._pages is None else found * each // self._pages.page_bytes
+
+    def _holds(self, config: SizedConfig, num_blocks: int) -> int:
+        """Return the most tokens of a sequence that has ``num_blocks`` blocks, or pages, to itself."""
+        if self._pages is None:
+            return num_blocks * config.block_size
+        return self._pages.longest_sequence(num_blocks, _STEPS_IN_FLIGHT * config.max_num_batched_tokens)
 
     def _make_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
-        block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
-        self._pool = pool = KVPool(
-            loaded.shapes, num_blocks, config.block_size, kv_dtype, self._device, layout=self._layout,
-            triton=loaded.kernels == "triton",
-            memory=self._forward_pass.attention.allocate(num_blocks * block_bytes),
-        )  # fmt: skip
+        triton = loaded.kernels == "triton"
+        if self._pages is None:
+            block_bytes = bytes_per_block(loaded.shapes, config.block_size, kv_dtype)
+            pool = KVPool(
+                loaded.shapes, num_blocks, config.block_size, kv_dtype, self._device, layout=self._layout,
+                triton=triton, memory=self._forward_pass.attention.allocate(num_blocks * block_bytes),
+            )  # fmt: skip
+        else:
+            pool = PagePool(
+                self._pages, num_blocks, config.block_size, kv_dtype, self._device, layout=self._layout, triton=triton
+            )
+        self._pool = pool
         self._block_hashes = BlockHashes(num_blocks, config.block_size)
         self._copier = BlockCopier(DeviceTier(pool, self._block_hashes))
-        self._mover = SegmentMover(pool, loaded.rotations, triton=loaded.kernels == "triton")
+        self._mover = SegmentMover(pool, loaded.rotations, triton=triton)
         self._forward_pass.attach(pool)
-        fits = num_blocks * config.block_size if config.max_model_len == "auto" else loaded.max_model_len
+        fits = self._holds(config, num_blocks) if config.max_model_len == "auto" else loaded.max_model_len
+        pages_per_block = 1 if self._pages is None else self._pages.groups[0].pages_per_block
         self.info = Hello(
             PROTOCOL_MAJOR,
             PROTOCOL_MINOR,
@@ -225,8 +265,8 @@ class ModelRunner:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             block_size=config.block_size,
-            num_blocks=num_blocks,
-            bytes_per_block=pool.bytes_per_block,
+            num_blocks=num_blocks // pages_per_block,
+            bytes_per_block=pool.bytes_per_block * pages_per_block,
             device=device_name(loaded.device),
             dtype=str(loaded.dtype).removeprefix("torch."),
             kernels=loaded.kernels,
@@ -236,13 +276,18 @@ class ModelRunner:
             adapters=adapter_capacity(config),
             max_grammars=self._grammars.most if self._grammars is not None else 0,
             short_rope_len=loaded.rope.lengths.short_len if loaded.rope.lengths is not None else 0,
+            groups=groups_of(self._pages),
+            num_pages=0 if self._pages is None else num_blocks,
+            page_bytes=0 if self._pages is None else pool.bytes_per_block,
         )
 
     def _measure_activations(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
         """Return the bytes of device memory that the largest step takes beside weights, KV and static buffers."""
         # There cannot be more chunks than rows.
         tokens = min(config.max_num_batched_tokens, config.max_num_seqs * loaded.max_model_len)
-        self._make_pool(config, loaded, kv_dtype, tokens // config.block_size + 2 * -(-tokens // loaded.max_model_len))
+        blocks = tokens // config.block_size + 2 * -(-tokens // loaded.max_model_len)
+        pages = sum(group.pages_per_block for group in self._pages.groups) if self._pages is not None else 1
+        self._make_pool(config, loaded, kv_dtype, blocks * pages)
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.allocate(captures=config.cuda_graphs)
@@ -288,6 +333,11 @@ class ModelRunner:
             measure_tier(self, device, self._copier.tiers[tier.number], tier, beside=beside) for tier in self.info.tiers
         )
         self.info = msgspec.structs.replace(self.info, tiers=tuple(measured))
+
+    def _pages_for_peer(self, tier: int, group: int, numbers: Int32s) -> Int32s | None:
+        batch = self._batch
+        assert isinstance(batch, GroupedBatch)
+        return batch.pages_for_peer(tier, group, numbers)
 
     def report_to(self, report: Report) -> None:
         """Call ``report``, on any thread, with the outcomes of copies and of the messages that ``handle`` takes."""
@@ -336,13 +386,13 @@ class ModelRunner:
 
     def reset(self, welcome: Welcome) -> None:
         """Empty the input batch and make room for ``welcome.max_num_seqs`` sequences."""
-        self._batch = InputBatch(
-            num_rows=welcome.max_num_seqs, max_model_len=self._longest, block_size=self.info.block_size,
-            pool_blocks=self.info.num_blocks, vocab_size=self.info.vocab_size, num_adapters=self.info.adapters.slots,
-            tiers={number: tier.num_blocks for number, tier in self._copier.tiers.items()},
-            short_rope_len=self.info.short_rope_len,
+        tiers = {tier.number: tier.num_blocks for tier in self.info.tiers}
+        self._batch = batch_for(
+            self.info, tiers, num_rows=welcome.max_num_seqs, max_model_len=self._longest,
+            vocab_size=self.info.vocab_size, short_rope_len=self.info.short_rope_len,
         )  # fmt: skip
-        self._batch.on_remove = self._block_hashes.cache_full_blocks
+        if self._pages is None:  # no sequence begins with full layers alone, so their blocks need no hashes
+            self._batch.on_remove = self._block_hashes.cache_full_blocks
         self._forward_pass.reset(self._batch)
         if self._adapters is not None:
             self._adapters.reset(welcome.epoch)
@@ -476,6 +526,13 @@ class ModelRunner:
 
 
 def _log_pool(info: Hello) -> None:
+    if info.groups:
+        log.info(
+            "KV pool: %d pages, %.2f GiB, for %d groups of layers; steps of up to %d tokens and %d sequences of up to "
+            "%d tokens", info.num_pages, info.num_pages * info.page_bytes / 2**30, len(info.groups),
+            info.max_num_batched_tokens, info.max_num_seqs, info.max_model_len,
+        )  # fmt: skip
+        return
     log.info(
         "KV pool: %d blocks of %d tokens, %.2f GiB; steps of up to %d tokens and %d sequences of up to %d tokens",
         info.num_blocks, info.block_size, info.num_blocks * info.bytes_per_block / 2**30,

@@ -96,18 +96,21 @@ def _largest(packed: bytes) -> int:
     return int(np.frombuffer(packed, np.uint32).max(initial=0))
 
 
-def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJob]:
+def checked_copies(plan: StepPlan, sizes: Sequence[Mapping[int, int]]) -> list[CopyJob]:
     """Return the copies of a plan, checked, as jobs.
 
-    ``num_blocks``: the number of blocks of each tier of this executor, including the device; 0 for tiers whose blocks
-    have names instead of ids. Blocks of a peer are not checked here but by the peer.
+    ``sizes``: for each group of layers the number of blocks of each tier of this executor, including the device; 0 for
+    tiers whose blocks have names instead of ids. Blocks of a peer are not checked here but by the peer.
 
     Raises:
-        InvalidPlanError: a tier or a block does not exist, or a list does not consist of pairs.
+        InvalidPlanError: a group, a tier or a block does not exist, or a list does not consist of pairs.
     """
     jobs = []
     for copies in plan.copies:
         pairs, source, target = _pairs(copies), copies.source, copies.target
+        if not 0 <= copies.group < len(sizes):
+            raise InvalidPlanError(f"copies are in group {copies.group} of {len(sizes)}")
+        num_blocks = sizes[copies.group]
         if refused := _error_of_route(copies, num_blocks):
             raise InvalidPlanError(refused)
         try:
@@ -120,7 +123,7 @@ def checked_copies(plan: StepPlan, num_blocks: Mapping[int, int]) -> list[CopyJo
             _check_blocks(pairs[:, 0], source, num_blocks[source] or len(names))
         _check_blocks(pairs[:, 1], target, num_blocks[target] or len(names))
         if len(pairs):
-            jobs.append(CopyJob(plan.epoch, plan.step, source, target, pairs, copies.peer, names))
+            jobs.append(CopyJob(plan.epoch, plan.step, source, target, pairs, copies.peer, names, copies.group))
     return jobs
 
 

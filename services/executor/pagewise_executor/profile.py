@@ -18,6 +18,7 @@ from pagewise_shared.protocol import (
     DEVICE,
     Copied,
     Found,
+    Hello,
     MeasuredCosts,
     NewSequence,
     StepPlan,
@@ -29,6 +30,7 @@ from pagewise_shared.protocol import (
 from pagewise_shared.sampling import MAX_LOGPROBS, SamplingParams
 
 from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.input_batch import Int32s
 from pagewise_executor.runner import Runner
 from pagewise_executor.tiers.tier import Tier
 
@@ -103,7 +105,7 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, sizes: Sizes = CP
     The runner must be reset afterwards, for it writes over blocks of the device pool.
     """
     began = time.perf_counter()
-    room = min(runner.info.num_blocks * runner.info.block_size, runner.info.max_model_len)
+    room = min(_whole_blocks(runner.info) * runner.info.block_size, runner.info.max_model_len)
     steps = measure_steps(
         lambda start, count: dummy_prefill(runner, start, count), min(room, max_num_batched_tokens), room, sizes
     )
@@ -258,7 +260,7 @@ def profile_run(runner: Runner, num_tokens: int) -> None:
     for row, size in enumerate(sizes):
         blocks = np.arange(first, first + -(-size // info.block_size), dtype=np.int32)
         first += len(blocks)
-        joined.append(NewSequence(row, pack_int32s([1] * size), size, 0, blocks.tobytes(), sampling))
+        joined.append(_new_sequence(info, row, size, 0, blocks, sampling))
     plan = StepPlan(epoch=0, step=1, joined=tuple(joined), chunks=tuple(enumerate(sizes)))
     runner.execute(plan).result()
 
@@ -272,20 +274,35 @@ def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1) -> fl
     runner.reset(Welcome(0, number, number * count, keeps_blocks=True))
     total = start + count
     blocks = np.arange(number * -(-total // runner.info.block_size), dtype=np.int32).reshape(number, -1)
-    tokens, sampling = pack_int32s([1] * total), SamplingParams(temperature=0.0)
-    joined = tuple(NewSequence(row, tokens, total, start, blocks[row].tobytes(), sampling) for row in range(number))
+    sampling = SamplingParams(temperature=0.0)
+    joined = tuple(_new_sequence(runner.info, row, total, start, blocks[row], sampling) for row in range(number))
     began = time.perf_counter()
     chunks = tuple((row, count) for row in range(number))
     runner.execute(StepPlan(epoch=0, step=1, joined=joined, chunks=chunks)).result()
     return (time.perf_counter() - began) * 1e6
 
 
+def _new_sequence(
+    info: Hello, row: int, num_tokens: int, num_computed: int, blocks: Int32s, sampling: SamplingParams
+) -> NewSequence:
+    """Return a sequence of arbitrary tokens, whose tables have the same ``blocks`` in every group of layers."""
+    packed = blocks.tobytes()
+    windows = ((0, packed),) * len(info.groups[1:])
+    return NewSequence(row, pack_int32s([1] * num_tokens), num_tokens, num_computed, packed, sampling, windows=windows)
+
+
+def _whole_blocks(info: Hello) -> int:
+    """Return the number of blocks of tokens that all layers can hold."""
+    return info.num_pages // sum(group.pages_per_block for group in info.groups) if info.groups else info.num_blocks
+
+
 def _prefill_again(runner: Runner) -> Callable[[], object] | None:
-    """Return a function that runs a step of one chunk in the last blocks of the device; None: they are copied."""
+    """Return a function that runs a step of one chunk in the last blocks of the device; None: they are copied, or their
+    pages are."""
     info = runner.info
     count = min(_TOKENS_BESIDE, info.max_model_len, info.max_num_batched_tokens or _TOKENS_BESIDE)
     number = -(-count // info.block_size)
-    if info.num_blocks < _MOST_COPIED + number:
+    if info.groups or info.num_blocks < _MOST_COPIED + number:
         return None
     runner.reset(Welcome(0, 1, count, keeps_blocks=True))
     blocks = np.arange(info.num_blocks - number, info.num_blocks, dtype=np.int32).tobytes()
@@ -329,7 +346,8 @@ class _Copies(NamedTuple):
         name = tier_name(self.number)
         done: queue.SimpleQueue[Copied | Found] = queue.SimpleQueue()
         self.tier.report = done.put
-        pairs = np.stack([np.arange(len(blocks)), blocks], axis=1).astype(np.int32)
+        first = 1 if self.runner.info.groups else 0  # nothing may write to the null page
+        pairs = np.stack([np.arange(first, first + len(blocks)), blocks], axis=1).astype(np.int32)
         pairs = pairs if source == DEVICE else pairs[:, ::-1]
         self.tier.begin(CopyJob(0, 1, source, target, pairs, names=self.names), self.device)
         until = time.perf_counter() + _COPY_TIMEOUT

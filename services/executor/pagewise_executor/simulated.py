@@ -16,6 +16,7 @@ from pagewise_shared.protocol import (
     CompileGrammar,
     GrammarCompiled,
     Hello,
+    LayerGroup,
     LoadAdapter,
     PromptLogprobs,
     StepPlan,
@@ -28,7 +29,8 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.device_defaults import with_step_limits
-from pagewise_executor.input_batch import InputBatch, StepWork, accept, kept_tokens
+from pagewise_executor.grouped_batch import batch_for
+from pagewise_executor.input_batch import StepWork, accept, kept_tokens
 from pagewise_executor.runner import BesideSteps, Counted, FinishedStep, Report
 
 _DEFAULT_BLOCKS = 4096
@@ -40,7 +42,8 @@ class SimulatedRunner:
     """Its tokens are a hash of prompt and position, so a sequence that moves or is recomputed continues alike.
 
     ``step_seconds`` and ``token_seconds``: the time of a step, and of each of its tokens. ``tiers``: the number of
-    blocks of each tier below the device, by the tier's number; None: the tiers of the options.
+    blocks of each tier below the device, by the tier's number; None: the tiers of the options. ``groups``: of layers,
+    if there are several; then the option for the number of blocks gives the number of pages.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class SimulatedRunner:
         step_seconds: float = 0.0,
         token_seconds: float = 0.0,
         tiers: Mapping[int, int] | None = None,
+        groups: tuple[LayerGroup, ...] = (),
     ) -> None:
         if tiers is None:
             tiers = {HOST: _DEFAULT_BLOCKS} if config.host_memory else {}
@@ -64,13 +68,15 @@ class SimulatedRunner:
             max_num_seqs=sized.max_num_seqs,
             max_num_batched_tokens=sized.max_num_batched_tokens,
             block_size=config.block_size,
-            num_blocks=num_blocks,
+            num_blocks=num_blocks // groups[0].pages_per_block if groups else num_blocks,
             bytes_per_block=0,
             device="simulated",
             dtype="none",
             tiers=tuple(TierInfo(number, tiers[number]) for number in sorted(tiers)),
             no_grammars="tokens are invented, not sampled",
             adapters=adapter_capacity(config),
+            groups=groups,
+            num_pages=num_blocks if groups else 0,
         )
         self._slots: dict[int, bytes] = {}
         self._report: Report = lambda message: None
@@ -99,14 +105,8 @@ class SimulatedRunner:
 
     def reset(self, welcome: Welcome) -> None:
         """Empty the input batch."""
-        self._batch = InputBatch(
-            num_rows=welcome.max_num_seqs,
-            max_model_len=self.info.max_model_len,
-            block_size=self.info.block_size,
-            pool_blocks=self.info.num_blocks,
-            tiers={tier.number: tier.num_blocks for tier in self.info.tiers},
-            num_adapters=self.info.adapters.slots,
-        )
+        tiers = {tier.number: tier.num_blocks for tier in self.info.tiers}
+        self._batch = batch_for(self.info, tiers, num_rows=welcome.max_num_seqs)
         self._hashes.clear()
 
     def execute(self, plan: StepPlan) -> FinishedStep:

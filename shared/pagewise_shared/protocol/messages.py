@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_GROUPS, MAX_ROWS, MAX_TIERS
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, SamplingParams, TokenConstraints
 
-PROTOCOL_MAJOR = 5
+PROTOCOL_MAJOR = 6
 PROTOCOL_MINOR = 0
 
 DEVICE, HOST, DISK, REDIS = 0, 1, 2, 3
@@ -93,7 +93,8 @@ class TierInfo(Piece, frozen=True):
     """A tier of an executor below the device.
 
     Fields:
-        number: index in ``TIER_NAMES``. num_blocks: at least 1; 0 for ``HASH_TIERS``.
+        number: index in ``TIER_NAMES``. num_blocks: at least 1; 0 for ``HASH_TIERS``. An executor with several groups
+            of layers counts and times pages instead of blocks.
         load_setup, load_block: time of a list of copies from the tier to the device, and of each block in the list, in
             microseconds; store_setup, store_block: the same from the device to the tier. All are 0 if nothing was
             measured.
@@ -635,13 +636,15 @@ class ReadBlocks(Message, frozen=True):
     bytes.
 
     ``number``: repeated in the answer. ``epoch``, ``step``: as in ``RemoteTier``. ``blocks``: pairs tier, block (int32
-    bytes).
+    bytes). Of a model with several groups of layers, pages of ``group`` are asked for instead: in place of the block
+    stands block times pages per block, plus the index of the page in the block.
     """
 
     number: int
     epoch: int
     step: int
     blocks: bytes
+    group: int = 0
 
 
 class Blocks(Message, frozen=True):

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 import torch
 from pagewise_kernels.kv_layer import KVLayer
 
-from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.input_batch import Int32s, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool, KVShape, Layout
 
 
@@ -55,16 +55,38 @@ class StepAttention(Protocol):
         """
 
 
+class BatchTables(Protocol):
+    """The part of an input batch that attention reads; see ``InputBatch``.
+
+    ``shares_prefixes``: decodes whose tables begin alike share these blocks.
+    """
+
+    shares_prefixes: bool
+    block_size: int
+    block_tables: Int32s
+    num_computed: Int64s
+
+    def flat_batch(self, work: StepWork) -> tuple[Int64s, Int64s]:
+        """Return the row and the position of each token of a step."""
+        ...
+
+    def slot_mapping(self, rows: Int64s, positions: Int64s) -> Int64s:
+        """Return the pool slot of each position [n] of its row [n]."""
+        ...
+
+
 class AttentionBackend:
     """Prepares the attention of each step of one model on ``device``. ``registry`` names the backends.
 
-    ``layouts``: the layout of the KV pool for each value of ``--kv-layout`` that the backend supports. ``float8``: it
-    reads float8 KV.
+    ``layouts``: the layout of the KV pool for each value of ``--kv-layout`` that the backend supports.
+    ``layout_in_pages``: the layout of each page of a model with several groups of layers. ``float8``: it reads float8
+    KV.
     """
 
     layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers"}
+    layout_in_pages: ClassVar[Layout] = "blocks"
     float8: ClassVar[bool] = False
-    _batch: InputBatch
+    _batch: BatchTables
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,7 +110,7 @@ class AttentionBackend:
     def free(self) -> None:
         """Free the memory that ``allocate`` returned. No tensor of it may be used any more."""
 
-    def reset(self, batch: InputBatch, pool: KVPool) -> None:
+    def reset(self, batch: BatchTables, pool: KVPool) -> None:
         """Use the empty ``batch`` from now on, whose block tables name blocks of ``pool``.
 
         Raises:

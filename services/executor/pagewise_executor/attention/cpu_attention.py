@@ -39,7 +39,9 @@ class CpuBackend(AttentionBackend):
         decodes = len(work.decoding)
         chunks = [(offset, chunk.row, chunk.start, chunk.size) for offset, chunk in work.chunk_offsets()]
         lengths = positions[:decodes] + 1
-        prefixes, members = shared_prefixes(batch.block_tables, rows[:decodes], lengths, batch.block_size)
+        prefixes = members = None
+        if batch.shares_prefixes:
+            prefixes, members = shared_prefixes(batch.block_tables, rows[:decodes], lengths, batch.block_size)
         return CpuStepAttention(
             CpuStep(
                 batch.slot_mapping(rows, positions),

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
+from pagewise_executor.attention.backend import AttentionBackend, BatchTables, PagedLayer
 from pagewise_executor.attention.decode import attend
 from pagewise_executor.attention.torch_attention import attend_chunk
-from pagewise_executor.input_batch import InputBatch, StepWork
+from pagewise_executor.input_batch import StepWork
 from pagewise_executor.kv.kv_pool import KVPool, Layout
 from pagewise_executor.kv.page_tables import Context, PageTables, physical_memory
 from pagewise_executor.uploads import Uploads
@@ -81,7 +81,7 @@ class MappedBackend(AttentionBackend):
         """Free the physical memory of the pool."""
         self._memory.free()
 
-    def reset(self, batch: InputBatch, pool: KVPool) -> None:
+    def reset(self, batch: BatchTables, pool: KVPool) -> None:
         """Make new page tables for the rows of ``batch``."""
         super().reset(batch, pool)
         if self._pages is not None:

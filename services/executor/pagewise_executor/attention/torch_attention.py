@@ -37,7 +37,7 @@ class TorchStep:
         """Attend as ``StepAttention`` says, with the decodes in groups and the chunks one by one."""
         if layer.writes_kv:
             layer.write(self.slots, k, v)
-        in_place = q.device.type == "cpu" and q.dtype == layer.keys.dtype == torch.float32
+        in_place = q.device.type == "cpu" and q.dtype == layer.dtype == torch.float32 and layer.keys.is_contiguous()
         decode = decode_in_place if in_place else decode_gathered
         if len(self.groups) == 1 and not self.chunks:
             return decode(q, layer, self.groups[0], scale, window, softcap, sinks)
@@ -56,6 +56,8 @@ class TorchStep:
 
 class TorchBackend(AttentionBackend):
     """Prepares the attention of one model's steps on ``device``."""
+
+    layout_in_pages = "tokens"
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

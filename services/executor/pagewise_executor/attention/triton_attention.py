@@ -20,10 +20,10 @@ from pagewise_kernels.attention import (
 from pagewise_kernels.attention.config import latent_groups
 from pagewise_kernels.kv_write import write_kv
 
-from pagewise_executor.attention.backend import AttentionBackend, AttentionShape, PagedLayer
+from pagewise_executor.attention.backend import AttentionBackend, AttentionShape, BatchTables, PagedLayer
 from pagewise_executor.attention.prefill_libraries import Attend, ChunkTables, PrefillLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
-from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
+from pagewise_executor.input_batch import Int32s, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool, Layout
 from pagewise_executor.uploads import Uploads
 
@@ -173,7 +173,7 @@ class TritonBackend(AttentionBackend):
         self._shared = _NOTHING_SHARED
         self._shared_rows, self._shared_blocks = np.zeros(0, np.int64), 0
 
-    def reset(self, batch: InputBatch, pool: KVPool) -> None:
+    def reset(self, batch: BatchTables, pool: KVPool) -> None:
         """Use an empty batch, of which the device's block tables are a copy."""
         assert len(batch.block_tables) < len(self.tables)
         assert batch.block_tables.shape[1] == self.tables.shape[1]
@@ -234,7 +234,7 @@ class TritonBackend(AttentionBackend):
         """
         if self._shared_blocks and np.array_equal(rows, self._shared_rows):
             return
-        if self._plans and not any(plan.can_share for plan in self._plans.values()):
+        if not self._batch.shares_prefixes or (self._plans and not any(one.can_share for one in self._plans.values())):
             return
         self._shared = shared_prefixes(self._batch.block_tables, rows, lengths, self._batch.block_size)
         prefixes, _ = self._shared

@@ -73,6 +73,7 @@ class KVPool:
     a block is copied in one piece; "tokens" does so too, and in a block all layers of a token, so that the tokens of
     blocks that follow each other lie at equal distances in each layer. ``triton``: the Triton kernels make
     the copies. ``memory``: the memory of the pool, uint8 [num_blocks * bytes_per_block]; None: the pool allocates it.
+    ``block_bytes``: the bytes of a block, if it has more than its layers take; not in the layout "layers".
     ``copied``: on a GPU, the event after the last copies inside the pool, which have read their sources then.
 
     Raises:
@@ -81,13 +82,13 @@ class KVPool:
 
     def __init__(
         self, shapes: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
-        *, layout: Layout = "layers", triton: bool = False, memory: torch.Tensor | None = None,
+        *, layout: Layout = "layers", triton: bool = False, memory: torch.Tensor | None = None, block_bytes: int = 0,
     ) -> None:  # fmt: skip
         self.num_blocks, self.block_size = num_blocks, block_size
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self.bytes_per_block = bytes_per_block(shapes, block_size, dtype)
+        self.bytes_per_block = block_bytes or bytes_per_block(shapes, block_size, dtype)
         self.copied: torch.cuda.Event | None = None
         self._triton = triton
         self._memory = memory
@@ -125,7 +126,7 @@ class KVPool:
 
     def _together(self, parts: list[_Part], by_token: bool) -> list[torch.Tensor]:
         """Allocate one region in which all parts of a block lie next to each other, or those of each token in it."""
-        region = self._region(1, sum(part.size for part in parts))[0]
+        region = self._region(1, self.bytes_per_block)[0]
         if by_token:
             region = region.view(self.num_blocks, self.block_size, -1)
         views, start = [], 0

@@ -104,6 +104,7 @@ def computes(info: Hello) -> dict[str, str]:
         "kernels": info.kernels,
         "data type": info.dtype,
         "bytes of a block": str(info.bytes_per_block),
+        "groups of layers": f"{len(info.groups)}, in pages of {info.page_bytes} bytes",
     }
 
 

@@ -37,6 +37,11 @@ _MOST_WAITING = 64 * WINDOW
 """The most requests that wait for their step, of all peers together. Of one peer it is ``WINDOW``."""
 _POLL_MS = 50
 _WAITING_POLL_MS = 1
+_NO_SUCH_BLOCKS = "there are no such blocks"
+_MOST_INT32 = 2**31
+
+PagesOf = Callable[[int, int, Int32s], Int32s | None]
+"""Returns the pages of a tier and a group that a ``ReadBlocks`` asks for; None: there are no such pages."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +59,7 @@ class BlockServer:
     ``tiers``: the tiers of this executor, by number; ``bytes_per_block`` is the same in all. ``begun``: returns epoch
     and number of the last step whose copies have all begun; peers may read the blocks that these steps bring to a tier.
     ``endpoint``: peers connect to it. ``num_refused``: the number of connections that were refused because their keys
-    are not on the allow-list.
+    are not on the allow-list. ``pages_of``: None if the model has one group of layers.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class BlockServer:
     ) -> None:  # fmt: skip
         self._tiers, self._bytes_per_block = tiers, bytes_per_block
         self._begun = begun
+        self.pages_of: PagesOf | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -130,9 +136,11 @@ class BlockServer:
             return f"{len(locations)} blocks are none, or too many at once"
         for number in np.unique(locations[:, 0]).tolist():
             blocks, tier = locations[locations[:, 0] == number, 1], self._tiers.get(number)
-            if tier is None or blocks.min() < 0 or blocks.max() >= tier.num_blocks:
-                return "there are no such blocks"
-        return ""
+            # The pages of blocks are known only once the step has begun.
+            most = tier.num_blocks if tier is not None and self.pages_of is None else _MOST_INT32
+            if tier is None or blocks.min() < 0 or blocks.max() >= most:
+                return _NO_SUCH_BLOCKS
+        return _NO_SUCH_BLOCKS if request.group and self.pages_of is None else ""
 
     def _answer_if_due(self, pending: _Request) -> bool:
         """Answer a request if its step has begun or its time is over; return False if it has to wait longer."""
@@ -149,7 +157,9 @@ class BlockServer:
 
     def _read(self, request: ReadBlocks) -> tuple[Any, ...]:
         try:
-            rows, are_sound = self._content(_locations(request))
+            if (locations := self._found(request)) is None:
+                return (Blocks(request.number, error=_NO_SUCH_BLOCKS),)
+            rows, are_sound = self._content(locations)
         except Exception as error:
             log.exception("blocks could not be read for another executor")
             return (Blocks(request.number, error=str(error)[:200]),)
@@ -162,6 +172,19 @@ class BlockServer:
         return Blocks(request.number, checksum(rows)), *(
             content[start : start + FRAME_BYTES] for start in range(0, len(content), FRAME_BYTES)
         )
+
+    def _found(self, request: ReadBlocks) -> Int32s | None:
+        """Return the tier and the block, or page, of each location of a request; None: there are no such pages."""
+        locations = _locations(request)
+        if self.pages_of is None:
+            return locations
+        found = locations.copy()
+        for number in np.unique(locations[:, 0]).tolist():
+            here = locations[:, 0] == number
+            if (pages := self.pages_of(number, request.group, locations[here, 1])) is None:
+                return None
+            found[here, 1] = pages
+        return found
 
     def _content(self, locations: Int32s) -> tuple[Rows, bool]:
         """Return the content of ``locations`` [n, 2] (tier, block), and whether all of it matches its checksums."""

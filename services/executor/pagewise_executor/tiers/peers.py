@@ -167,7 +167,7 @@ class _Link:
         self.number += 1
         blocks = job.copies.pairs[part, 0]
         locations = np.stack([np.full_like(blocks, job.copies.source), blocks], axis=1)
-        request = ReadBlocks(self.number, peer.epoch, peer.step, locations.tobytes())
+        request = ReadBlocks(self.number, peer.epoch, peer.step, locations.tobytes(), job.copies.group)
         self.socket.send(encode(request))
         return self.number
 

@@ -1,0 +1,317 @@
+"""The input batch of a model with several groups of layers: tables of each group, and the pages of their blocks.
+
+The plan names blocks. A block of a group consists of pages, and page j of each block belongs to the same layers: the
+*slot* j of the group. So each slot has a table of its own for every row, which names pages, and its layers attend as
+the layers of a model with one group do. This module does not import torch, because the simulated runner uses it too.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from pagewise_shared.block_hash import BlockHash, BlockName
+from pagewise_shared.protocol import DEVICE, Hello, LayerGroup, NewSequence, StepPlan, pack_int32s
+from pagewise_shared.sampling import SamplingParams
+
+from pagewise_executor.block_copies import CopyJob, PageCopyJob
+from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork, int32s
+from pagewise_executor.page_map import NULL_PAGE, PageMap
+from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
+
+Stretch = tuple[int, int, int]
+"""A stretch of a row's table: row, start, stop."""
+
+
+class SlotBatch:
+    """The input batch as the attention of one slot's layers sees it.
+
+    ``block_tables`` [num_rows, max_blocks] int32 name pages. Other members are those of ``InputBatch``. Tables of
+    windowed layers begin with null pages, which are no prefixes that decodes share.
+    """
+
+    def __init__(self, batch: "GroupedBatch", group: int, tables: Int32s) -> None:
+        self.group, self.block_tables, self._batch = group, tables, batch
+        self.shares_prefixes = not group
+        self.block_size, self.num_computed = batch.block_size, batch.num_computed
+
+    def flat_batch(self, work: StepWork) -> tuple[Int64s, Int64s]:
+        """Return the row and the position of each token of a step."""
+        return self._batch.flat_batch(work)
+
+    def slot_mapping(self, rows: Int64s, positions: Int64s) -> Int64s:
+        """Return the slot of the slot's pool of each position [n] of its row [n]."""
+        pages = self.block_tables[rows, positions // self.block_size].astype(np.int64)
+        return pages * self.block_size + positions % self.block_size
+
+
+class _WindowTables:
+    """The tables of a group of windowed layers. ``number``: of the group.
+
+    ``first`` [num_rows]: the first entry that is not null; ``ends`` [num_rows]: the number of valid entries.
+    """
+
+    def __init__(self, number: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
+        self.number, self._window, self._chunked, self._block_size = number, group.window, group.chunked, block_size
+        self.first: Int64s = np.zeros(num_rows, np.int64)
+        self.ends: Int64s = np.zeros(num_rows, np.int64)
+
+    def first_seen(self, positions: Int64s) -> Int64s:
+        """Return the first table entry that a query at each position [n] sees."""
+        if self._chunked:
+            return positions // self._window * self._window // self._block_size
+        return np.maximum(positions - self._window + 1, 0) // self._block_size
+
+    def check(self, rows: Int64s, starts: Int64s, stops: Int64s) -> None:
+        """Check that the tables of ``rows`` [n] hold all tokens that queries at positions from start to stop see.
+
+        Raises:
+            InvalidPlanError: the text names a row of which they do not.
+        """
+        short = stops > self.ends[rows] * self._block_size
+        if short.any():
+            row = int(rows[short][0])
+            raise InvalidPlanError(
+                f"row {row}: {self.ends[row]} blocks of group {self.number} do not hold {stops[short][0]} tokens"
+            )
+        begun = self.first_seen(starts) < self.first[rows]
+        if begun.any():
+            row = int(rows[begun][0])
+            raise InvalidPlanError(f"row {row}: the blocks of group {self.number} begin at {self.first[row]}, too late")
+
+
+class GroupedBatch(InputBatch):
+    """The input batch of a model with several ``groups`` of layers.
+
+    ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
+    ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
+    the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
+    stretches of its tables that are new in this step.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: int) -> None:
+        self.groups = groups
+        pages_per_block = [group.pages_per_block for group in groups]
+        self._maps = {tier: PageMap(count, pages_per_block) for tier, count in num_pages.items() if count}
+        self._on_device = self._maps[DEVICE]
+        super().__init__(pool_blocks=self._on_device.num_blocks(0), **options)
+        self._sizes = [
+            {tier: self._maps[tier].num_blocks(number) if tier in self._maps else 0 for tier in num_pages}
+            for number in range(len(groups))
+        ]
+        # Of each group [slots, num_rows, max_blocks]: the pages.
+        self._tables: list[Int32s] = [np.zeros((each, *self.block_tables.shape), np.int32) for each in pages_per_block]
+        self._windows = [
+            _WindowTables(number, group, len(self.block_tables), self.block_size)
+            for number, group in enumerate(groups[1:], 1)
+        ]
+        self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
+        self.changed: list[list[Stretch]] = [[] for _ in groups]
+        # Blocks that this plan puts into tables of windowed layers, by group: row, first index, blocks.
+        self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
+        self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
+
+    def apply(self, plan: StepPlan) -> StepWork:
+        """Apply a plan as ``InputBatch`` does, with the tables of all groups. Entries behind the windows become null.
+
+        Raises:
+            InvalidPlanError: as of ``InputBatch``; or a table does not hold what its layers see, or pages are missing.
+        """
+        self._flat, self.changed = None, [[] for _ in self.groups]
+        for added in self._added:
+            added.clear()
+        work = super().apply(plan)
+        self._extend_windows(int32s(plan.windows))
+        full = ((row, start, self.block_tables[row, start:stop]) for row, start, stop in work.changed_tables)
+        for number, added in enumerate((full, *self._added[1:])):
+            self._fill(number, list(added))
+        rows, starts, stops = self._computed_ranges(work)
+        for window in self._windows:
+            window.check(rows, starts, stops)
+            self._pass(window, rows, starts)
+        return work
+
+    def remove(self, row: int) -> None:
+        """Remove a sequence as ``InputBatch`` does. Attention that pads tables to equal lengths reads null pages then.
+
+        Raises:
+            InvalidPlanError: the row holds none.
+        """
+        super().remove(row)
+        self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
+        for window in self._windows:
+            self._tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
+
+    def flat_batch(self, work: StepWork) -> tuple[Int64s, Int64s]:
+        """Return the rows and positions of ``InputBatch``, which all slots share."""
+        if self._flat is None or self._flat[0] is not work:
+            self._flat = work, super().flat_batch(work)
+        return self._flat[1]
+
+    def advance(self, work: StepWork) -> None:
+        """Count the tokens of an issued step as ``InputBatch`` does."""
+        self._flat = None
+        super().advance(work)
+
+    def _check_groups(self, plan: StepPlan) -> None:
+        if plan.moves:
+            raise InvalidPlanError("segments are not moved in a model with several groups of layers")
+        for new in plan.joined:
+            if len(new.windows) != len(self._windows):
+                raise InvalidPlanError(f"row {new.row} joins with {len(new.windows)} of {len(self._windows)} windows")
+
+    def _join(self, new: NewSequence, sampling: SamplingParams) -> int:
+        row = super()._join(new, sampling)
+        for window, (first, packed) in zip(self._windows, new.windows, strict=True):
+            blocks, most = int32s(packed), self.block_tables.shape[1]
+            if not 0 <= first <= first + len(blocks) <= most:
+                raise InvalidPlanError(f"row {row} joins with blocks {first} to {first + len(blocks)} of {most}")
+            self._check_ids(window.number, row, blocks)
+            window.first[row], window.ends[row] = first, first + len(blocks)
+            if first:
+                self._tables[window.number][:, row, :first] = NULL_PAGE
+                self.changed[window.number].append((row, 0, first))
+            self._added[window.number].append((row, first, blocks))
+        return row
+
+    def _extend_windows(self, triples: Int32s) -> None:
+        if len(triples) % 3:
+            raise InvalidPlanError("changes to tables of windowed layers come in triples of row, group and block")
+        for row, group, block in triples.reshape(-1, 3).tolist():
+            if row not in self.sequences:
+                raise InvalidPlanError(f"row {row} gets a block of group {group} but holds no sequence")
+            if not 1 <= group < len(self.groups):
+                raise InvalidPlanError(f"row {row} gets a block of group {group} of {len(self.groups)}")
+            blocks = np.array([block], np.int32)
+            self._check_ids(group, row, blocks)
+            ends = self._windows[group - 1].ends
+            if (end := int(ends[row])) >= self.block_tables.shape[1]:
+                raise InvalidPlanError(f"row {row} gets more than {end} blocks of group {group}")
+            self._added[group].append((row, end, blocks))
+            ends[row] = end + 1
+
+    def _check_ids(self, group: int, row: int, blocks: Int32s) -> None:
+        size = self._sizes[group][DEVICE]
+        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < size):
+            raise InvalidPlanError(f"row {row} gets a block outside the {size} of group {group}")
+
+    def _fill(self, group: int, added: Sequence[tuple[int, int, Int32s]]) -> None:
+        """Write the pages of blocks that this plan adds to the tables of a group: row, first index, blocks."""
+        if not added:
+            return
+        pages = self._on_device.map(group, np.concatenate([blocks for _, _, blocks in added])).T
+        tables, changed, done = self._tables[group], self.changed[group], 0
+        for row, first, blocks in added:
+            tables[:, row, first : first + len(blocks)] = pages[:, done : done + len(blocks)]
+            changed.append((row, first, first + len(blocks)))
+            done += len(blocks)
+
+    def _computed_ranges(self, work: StepWork) -> tuple[Int64s, Int64s, Int64s]:
+        """Return the rows that compute, and the positions [start, stop) that each computes [n]."""
+        chunks = [(chunk.row, chunk.start, chunk.start + chunk.size) for chunk in work.chunks]
+        rows, starts, stops = np.array(chunks, np.int64).reshape(-1, 3).T
+        at = self.num_computed[work.decoding]
+        return tuple(map(np.concatenate, ((work.decoding, rows), (at, starts), (at + 1, stops))))  # type: ignore[return-value]
+
+    def _pass(self, window: _WindowTables, rows: Int64s, starts: Int64s) -> None:
+        """Replace the entries of ``rows`` [n] that no query from ``starts`` [n] on sees by the null page."""
+        seen = window.first_seen(starts)
+        passed = np.flatnonzero(seen > window.first[rows])
+        tables, changed = self._tables[window.number], self.changed[window.number]
+        for row, first in zip(rows[passed].tolist(), seen[passed].tolist(), strict=True):
+            before = int(window.first[row])
+            tables[:, row, before:first] = NULL_PAGE
+            changed.append((row, before, first))
+            window.first[row] = first
+
+    # ---- copies --------------------------------------------------------------------------------------
+
+    def _copies(self, plan: StepPlan) -> list[CopyJob]:
+        """Return the copies of the plan as copies of pages, after the blocks that it names were unmapped.
+
+        Copies inside the device are one list for all groups, which reads all sources first: a target in one group may
+        get the pages of a source in another. They come before loads, which may overwrite their sources.
+        """
+        jobs = checked_copies(plan, self._sizes)
+        sources = [self._sources(job) for job in jobs]
+        self._unmap(int32s(plan.unmapped))
+        made = [self._of_pages(job, pages) for job, pages in zip(jobs, sources, strict=True)]
+        inside = [job for job in made if job.source == job.target == DEVICE and job.peer is None]
+        down = [job for job in made if job.target != DEVICE]
+        up = [job for job in made if job.target == DEVICE and (job.source != DEVICE or job.peer is not None)]
+        if len(inside) > 1:
+            inside = [dataclasses.replace(inside[0], pairs=np.concatenate([job.pairs for job in inside]))]
+        return [*down, *inside, *up]
+
+    def _unmap(self, triples: Int32s) -> None:
+        if len(triples) % 3:
+            raise InvalidPlanError("unmapped blocks come in triples of tier, group and block")
+        by_group: dict[tuple[int, int], list[int]] = {}
+        for tier, group, block in triples.reshape(-1, 3).tolist():
+            sizes = self._sizes[group] if 0 <= group < len(self.groups) else {}
+            if not 0 <= block < sizes.get(tier, 0):
+                raise InvalidPlanError(f"there is no block {block} of group {group} in tier {tier} to be unmapped")
+            by_group.setdefault((tier, group), []).append(block)
+        for (tier, group), blocks in by_group.items():
+            self._maps[tier].unmap(group, np.array(blocks, np.int32))
+
+    def _sources(self, job: CopyJob) -> Int32s:
+        """Return the pages of the source of each copy [n, pages per block]; null where the block has none yet."""
+        blocks = job.pairs[:, 0]
+        if job.peer is None and job.source in self._maps:
+            return self._maps[job.source].pages(job.group, blocks)
+        return self._numbered(job.group, blocks)
+
+    def _numbered(self, group: int, blocks: Int32s) -> Int32s:
+        """Return numbers for the pages of blocks whose pages are not known here [n, pages per block]."""
+        each = self.groups[group].pages_per_block
+        return blocks[:, None] * np.int32(each) + np.arange(each, dtype=np.int32)
+
+    def _of_pages(self, job: CopyJob, sources: Int32s) -> PageCopyJob:
+        """Return a list of copies as copies of pages. ``sources``: the pages before the plan, null where there were
+        none: then the source is a target of an earlier list of the plan."""
+        group, targets, names = job.group, job.pairs[:, 1], job.names
+        if job.target in self._maps:
+            pages = self._maps[job.target].map(group, targets)
+        else:
+            pages = self._numbered(group, targets)
+        if job.peer is None and job.source in self._maps:
+            if (unknown := sources[:, 0] == NULL_PAGE).any():
+                sources[unknown] = self._maps[job.source].pages(group, job.pairs[unknown, 0])
+            if not sources.all():
+                raise InvalidPlanError(f"a block of group {group} is copied that has no pages")
+        if names:
+            names = [page_name(name, group, index) for name in names for index in range(pages.shape[1])]
+        pairs = np.stack([sources.ravel(), pages.ravel()], axis=1)
+        return PageCopyJob(job.epoch, job.step, job.source, job.target, pairs, job.peer, names, group, targets)
+
+    def pages_for_peer(self, tier: int, group: int, numbers: Int32s) -> Int32s | None:
+        """Return the pages of a tier that another executor has asked for by their numbers (see ``PageCopyJob``); None:
+        there are no such pages. Called on any thread, while the blocks are pinned."""
+        if tier not in self._maps or not 0 <= group < len(self.groups) or numbers.min() < 0:
+            return None
+        blocks, indices = np.divmod(numbers, self.groups[group].pages_per_block)
+        if blocks.max() >= self._sizes[group][tier]:
+            return None
+        pages: Int32s = self._maps[tier].pages(group, blocks)[np.arange(len(blocks)), indices]
+        return pages if pages.all() else None
+
+
+def page_name(block: BlockName, group: int, index: int) -> BlockName:
+    """Return the name of a page of a block in tiers that find blocks by their names.
+
+    The first page of the first group has the block's own name, by which such a tier looks prefixes up. The other pages
+    hang on it, so they go when it goes.
+    """
+    if not group and not index:
+        return block
+    own = hashlib.sha256(block.hash + pack_int32s([group, index])).digest()
+    return BlockName(BlockHash(own), block.hash)
+
+
+def batch_for(info: Hello, tiers: Mapping[int, int], **options: int) -> InputBatch:
+    """Return the input batch of the executor that ``info`` describes. ``tiers`` and ``options``: see ``InputBatch``."""
+    sizes = {"max_model_len": info.max_model_len, "block_size": info.block_size, "num_adapters": info.adapters.slots}
+    if info.groups:  # the blocks of tiers are pages then
+        return GroupedBatch(info.groups, {DEVICE: info.num_pages, **tiers}, **(sizes | options))
+    return InputBatch(pool_blocks=info.num_blocks, tiers=tiers, **(sizes | options))

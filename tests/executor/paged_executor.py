@@ -1,0 +1,101 @@
+"""An executor made of a ``GroupedBatch`` and dicts: it keeps what is in every slot of every page, and checks reads."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from pagewise_executor.grouped_batch import GroupedBatch, SlotBatch
+from pagewise_executor.input_batch import StepWork, accept, kept_tokens
+from pagewise_executor.page_map import NULL_PAGE
+from pagewise_shared.protocol import DEVICE, LayerGroup, StepPlan, StepResult, pack_int32s
+
+from tests.scheduler.core.checking_executor import next_token
+
+
+class PagedExecutor:
+    """``content``: by page and offset, the slot of a group that was written there, and the tokens up to that one."""
+
+    def __init__(self, groups: Sequence[LayerGroup], num_pages: int, block_size: int, max_model_len: int) -> None:
+        self.groups, self.num_pages, self.block_size, self.longest = groups, num_pages, block_size, max_model_len
+        self.reset(1)
+
+    def reset(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.batch = GroupedBatch(
+            self.groups, {DEVICE: self.num_pages}, num_rows=8, max_model_len=self.longest, block_size=self.block_size
+        )
+        self.content: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
+        self.tables = [view.block_tables.copy() for view in self.batch.slots]  # as an attention backend copies them
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        batch = self.batch
+        work = batch.apply(plan)
+        self._follow_changes()
+        for job in work.copies:
+            assert job.source == job.target == DEVICE
+            size = range(self.block_size)
+            read = [[self.content.get((source, at)) for at in size] for source, _ in job.pairs.tolist()]
+            for (_, target), found in zip(job.pairs.tolist(), read, strict=True):
+                assert target != NULL_PAGE
+                self.content |= {(target, at): one for at, one in enumerate(found) if one is not None}
+        for draft in work.drafts:
+            draft.follow(batch.sequences[draft.row])
+        rows, positions = batch.flat_batch(work)
+        tokens = self._tokens(work)
+        for number, view in enumerate(batch.slots):
+            self._write(number, view, rows, positions, tokens)
+        for number, view in enumerate(batch.slots):
+            for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+                self._read(number, view, row, position, tokens[row])
+        drawn = [
+            next_token(tuple(tokens[row][:position]))
+            for row, position in zip(work.sampled_rows, batch.sampled_positions(work).tolist(), strict=True)
+        ]
+        kept = [True] * len(drawn)
+        if work.drafts:
+            accept(work.drafts, drawn, len(work.decoding))
+            kept = kept_tokens(work.drafts, len(work.decoding), len(drawn))
+        for row, token, is_kept in zip(work.sampled_rows, drawn, kept, strict=True):
+            if is_kept:
+                batch.sequences[row].sampled.append(token)
+        batch.advance(work)
+        return StepResult(plan.epoch, plan.step, pack_int32s(drawn))
+
+    def _tokens(self, work: StepWork) -> dict[int, list[int]]:
+        tokens = {row: [*held.tokens.tolist(), *held.sampled] for row, held in self.batch.sequences.items()}
+        for draft in work.drafts:
+            tokens[draft.row] += draft.tokens.tolist()
+        return tokens
+
+    def _follow_changes(self) -> None:
+        """The stretches that are said to have changed are all that have, and entries behind the ends are null."""
+        batch = self.batch
+        for table, view in zip(self.tables, batch.slots, strict=True):
+            for row, start, stop in batch.changed[view.group]:
+                table[row, start:stop] = view.block_tables[row, start:stop]
+            ends = batch._windows[view.group - 1].ends if view.group else batch.num_blocks
+            for row in range(len(table)):
+                end = int(ends[row]) if row in batch.sequences else 0
+                assert (table[row, :end] == view.block_tables[row, :end]).all()
+                assert (view.block_tables[row, end:] == NULL_PAGE).all()
+
+    def _write(
+        self, number: int, view: SlotBatch, rows: np.ndarray, positions: np.ndarray, tokens: dict[int, list[int]]
+    ) -> None:
+        slots = view.slot_mapping(rows, positions).tolist()
+        assert len(set(slots)) == len(slots), "two tokens are written to one slot"
+        for row, position, slot in zip(rows.tolist(), positions.tolist(), slots, strict=True):
+            page, offset = divmod(slot, self.block_size)
+            assert page != NULL_PAGE
+            self.content[page, offset] = number, tuple(tokens[row][: position + 1])
+
+    def _read(self, number: int, view: SlotBatch, row: int, position: int, tokens: list[int]) -> None:
+        group = self.groups[view.group]
+        first = max(0, position - group.window + 1) if group.window else 0
+        if group.chunked:
+            first = position // group.window * group.window
+        for seen in range(first, position + 1):
+            page = int(view.block_tables[row, seen // self.block_size])
+            found = self.content[page, seen % self.block_size]
+            assert found == (number, tuple(tokens[: seen + 1])), "this page holds something else"
+        if group.window and position == self.batch.num_computed[row]:
+            assert (view.block_tables[row, : first // self.block_size] == NULL_PAGE).all(), "nothing lies behind it"

@@ -1,0 +1,221 @@
+"""Models with several groups of layers: their tokens, the memory they share, and what is never read."""
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pagewise_executor.grouped_batch import GroupedBatch
+from pagewise_executor.kv.page_pool import PagePool
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.page_map import NULL_PAGE
+from pagewise_executor.runner import Runner
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.config import ExecutorConfig, SpeculativeConfig
+from pagewise_shared.protocol import LayerGroup, StepPlan, unpack_int32s
+
+from tests.cpu_kernels import need_cpu_kernels
+from tests.executor.driver import request, run_requests
+from tests.executor.parity import check_family, check_mixture, check_recovery
+from tests.executor.ranks.groups import ThreadGroup, config_of
+from tests.executor.references import reference
+from tests.executor.runners import build_runner
+from tests.model_builders import EAGER, VOCAB_SIZE, build_model
+
+FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    build_model(request.param, path, seed=7)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gemma3")
+    build_model("gemma3", path, seed=7)
+    return path
+
+
+def test_groups_share_the_memory_of_all_layers(gemma3: Path) -> None:
+    runner = build_runner(gemma3, host_memory=None, num_blocks=50)
+    info, pool = runner.info, runner._pool
+    assert info.groups == (LayerGroup(1, 1), LayerGroup(6, 6, 9))
+    assert isinstance(pool, PagePool)
+    assert info.num_pages * info.page_bytes == 50 * 7 * 2 * 8 * 2 * 16 * 4
+    assert (info.num_blocks, info.bytes_per_block) == (info.num_pages, info.page_bytes)
+    assert pool.num_blocks == 1 + info.num_pages
+    memory = {layer.keys.untyped_storage().data_ptr() for layer in pool.layers}
+    assert len(memory) == 1
+    assert "do not keep all tokens" in info.no_segments
+    runner.close()
+
+
+def test_olmo_3_equals_generate(tmp_path: Path) -> None:
+    check_family("olmo3", tmp_path, "cpu", 5)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_everything_mixed_at_random(model_path: Path, kernels: str) -> None:
+    """Beams, several outputs, prefix hits and preemption, in too little memory."""
+    if kernels == "cpu":
+        need_cpu_kernels()
+    check_mixture(model_path, len(kernels), kernels=kernels, block_size=3, host_memory=None)
+
+
+def test_conversations_are_computed_again(gemma3: Path) -> None:
+    check_recovery(gemma3, "recompute", 17, n=2, host_memory=None)
+
+
+def serve(runner: Runner, **options: object) -> tuple[Scheduler, list[list[int]]]:
+    """The greedy outputs of prompts, some of which repeat themselves, in memory for a few of them."""
+    rng = random.Random(3)
+    phrase = [rng.randrange(3, VOCAB_SIZE) for _ in range(5)]
+    prompts = [[3 + number, *phrase * (1 + number)] for number in range(4)]
+    prompts.append([rng.randrange(3, VOCAB_SIZE) for _ in range(40)])
+    requests = [request(prompt, 20, f"r{number}", allowed=(*phrase, 7)) for number, prompt in enumerate(prompts)]
+    scheduler, _ = run_requests(
+        runner, requests, num_blocks=14, max_num_seqs=4, max_num_batched_tokens=19, arrive_every=2,
+        **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return scheduler, [one.sequences[0].output_token_ids.tolist() for one in requests]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_drafts_are_verified(gemma3: Path, kernels: str) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    runner = build_runner(gemma3, kernels=kernels, host_memory=None)
+    _, expected = serve(runner)
+    speculative = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1)
+    scheduler, found = serve(runner, speculative=speculative)
+    assert found == expected
+    assert scheduler.features.drafts.num_accepted_tokens > 5
+    assert runner.info.groups
+
+
+def test_ranks_have_the_same_groups(gemma3: Path) -> None:
+    _, expected = serve(ModelRunner(config_of(gemma3, 1)))
+    group = ThreadGroup(gemma3, 2)
+    assert group.info.groups
+    scheduler, found = serve(group)  # type: ignore[arg-type]
+    group.close()
+    assert found == expected
+    assert scheduler.num_preemptions > 0
+
+
+@pytest.mark.interpreted
+def test_triton_kernels_read_pages(gemma3: Path, device: torch.device) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(gemma3, dtype=torch.float32).to(device)
+    prompts = [[3, *range(10, 26)], [4, *range(40, 45)], [3, *range(10, 18)]]
+    expected = reference(model, prompts, [5] * 3, device.type)
+    runner = build_runner(
+        gemma3, device.type, kernels="triton", host_memory=None, cuda_graphs=False, block_size=4, max_num_seqs=32
+    )
+    assert runner.info.groups
+    requests = [request(prompt, 5, f"r{number}") for number, prompt in enumerate(prompts)]
+    run_requests(runner, requests, num_blocks=14, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
+    assert [one.sequences[0].output_token_ids.tolist() for one in requests] == expected
+
+
+# ---- one group -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"host_memory": "1MiB"}, "--host-memory"),
+        ({"disk_cache": "folder"}, "--disk-cache"),
+        ({"kv_mapping": "mmu", "kernels": "torch"}, "--kv-mapping mmu"),
+    ],
+)
+def test_features_that_need_one_group_get_it(
+    gemma3: Path, tmp_path: Path, options: dict[str, str], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    options = {name: str(tmp_path) if value == "folder" else value for name, value in options.items()}
+    runner = build_runner(gemma3, **({"host_memory": None} | options))  # type: ignore[arg-type]
+    assert not runner.info.groups
+    (line,) = [record.getMessage() for record in caplog.records if "windowed layers keep all tokens" in record.message]
+    assert reason in line
+    runner.close()
+
+
+# ---- poisoned pools -------------------------------------------------------------------------------------------
+
+
+class PoisonedRunner(ModelRunner):
+    """A runner whose free blocks hold NaN: before each step, those of the scheduler that no table of the plan has."""
+
+    scheduler: Scheduler
+    poisoned: set[int]
+    most_poisoned = 0
+
+    def execute(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+        batch = self._batch
+        assert isinstance(batch, GroupedBatch)
+        kv, named = self.scheduler.kv, set(_named(plan))
+        unmapped = unpack_int32s(plan.unmapped).tolist()
+        named |= set(zip(unmapped[1::3], unmapped[2::3], strict=True))
+        free = {(0, block) for block in kv.pool._free}
+        free |= {(group.number, block) for group in kv.windows for block in group._free}
+        pages: set[int] = set()
+        for group, block in free - named:
+            pages |= set(batch._on_device._pages[group][block].tolist())
+        pages.discard(NULL_PAGE)
+        memory = self._pool.regions[0][0].view(torch.float32)
+        memory[sorted(self.poisoned - pages)] = 0.0
+        memory[sorted(pages - self.poisoned)] = torch.nan
+        self.poisoned = pages
+        self.most_poisoned = max(self.most_poisoned, len(pages))
+        return super().execute(plan)
+
+
+def _named(plan: StepPlan) -> Iterator[tuple[int, int]]:
+    """The groups and blocks that a plan names."""
+    for new in plan.joined:
+        for group, blocks in enumerate((new.blocks, *(blocks for _, blocks in new.windows))):
+            yield from ((group, block) for block in unpack_int32s(blocks))
+    yield from ((0, block) for block in unpack_int32s(plan.tables)[2::3])
+    added = unpack_int32s(plan.windows)
+    yield from zip(added[1::3], added[2::3], strict=True)
+    for copies in plan.copies:
+        yield from ((copies.group, block) for block in unpack_int32s(copies.pairs))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_freed_pages_are_never_read(model_path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    eager = any(family in str(model_path) for family in EAGER)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_path, dtype=torch.float32, attn_implementation="eager" if eager else "sdpa"
+    )
+    runner = PoisonedRunner(
+        ExecutorConfig(
+            model=str(model_path), device="cpu", dtype="float32", kernels=kernels, block_size=4, num_blocks=200,
+            profile=False,
+        )  # type: ignore[arg-type]
+    )  # fmt: skip
+    runner.poisoned = set()
+    made = Scheduler.__init__
+
+    def remember(self: Scheduler, **options: object) -> None:
+        made(self, **options)  # type: ignore[arg-type]
+        runner.scheduler = self
+
+    monkeypatch.setattr(Scheduler, "__init__", remember)
+    rng = random.Random(4)
+    base = [rng.randrange(3, VOCAB_SIZE) for _ in range(70)]
+    prompts = [base[: rng.randrange(1, 70)] + [3 + number] * rng.randrange(3) for number in range(6)]
+    expected = reference(model, prompts, [14] * len(prompts), "cpu")
+    requests = [request(prompt, 14, f"r{number}") for number, prompt in enumerate(prompts)]
+    run_requests(runner, requests, num_blocks=26, max_num_seqs=5, max_num_batched_tokens=13, arrive_every=3)
+    assert [one.sequences[0].output_token_ids.tolist() for one in requests] == expected
+    assert runner.most_poisoned > 5
+    assert not runner._pool.regions[0][0, NULL_PAGE].any()
