@@ -79,3 +79,23 @@ def scaled_linear(
         wide = wide * spread(x_scales, (1, group or x.shape[1]), x.shape)
     result = wide @ (weight.float().double() * spread(scales, block, weight.shape)).T
     return result if bias is None else result + bias.double()
+
+
+def sum_of_experts(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sums [tokens, hidden], in float64, of the outputs of the ``chosen`` experts [tokens, k]."""
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for expert in range(len(down)):
+        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+        made = silu_mul(x[tokens].double() @ gate_up[expert].double().T) @ down[expert].double().T
+        out.index_add_(0, tokens, made * weights[tokens, slots, None].double())
+    return out
+
+
+def drawn_experts(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Inputs, gate and up, and down of experts. ``shape``: tokens, experts, experts of a token, hidden, inner."""
+    tokens, experts, _, hidden, inner = shape
+    x = torch.randn(tokens, hidden + 8, device=device).to(dtype)[:, :hidden]
+    gate_up = (torch.randn(experts, 2 * inner, hidden, device=device) / hidden**0.5).to(dtype)
+    return x, gate_up, (torch.randn(experts, hidden, inner, device=device) / inner**0.5).to(dtype)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pagewise_kernels.cpu.experts import PackedExperts
 
-from tests.kernels.test_experts import drawn, expected_sum
+from tests.kernels import oracles
 
 CPU = torch.device("cpu")
 # Tokens, experts, experts of a token, hidden, inner: whole and cut panels, more rows or inputs than a block has.
@@ -24,16 +24,16 @@ def chosen_by(tokens: int, experts: int, top_k: int) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts_compute_what_the_oracle_does(shape: tuple[int, ...]) -> None:
-    x, gate_up, down = drawn(shape, torch.float32, CPU)
+    x, gate_up, down = oracles.drawn_experts(shape, torch.float32, CPU)
     chosen, weights = chosen_by(*shape[:3])
-    expected = expected_sum(x, gate_up, down, chosen, weights)
+    expected = oracles.sum_of_experts(x, gate_up, down, chosen, weights)
     packed = PackedExperts(gate_up, down)
     for choice in (chosen, chosen.int()):  # transformers' routers have both
         torch.testing.assert_close(packed.sums(x, choice, weights).double(), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_a_token_has_the_same_sum_with_other_tokens_beside_it() -> None:
-    x, gate_up, down = drawn((130, 5, 2, 96, 48), torch.float32, CPU)
+    x, gate_up, down = oracles.drawn_experts((130, 5, 2, 96, 48), torch.float32, CPU)
     chosen, weights = chosen_by(130, 5, 2)
     packed = PackedExperts(gate_up, down)
     together = packed.sums(x, chosen, weights)
@@ -43,7 +43,7 @@ def test_a_token_has_the_same_sum_with_other_tokens_beside_it() -> None:
 
 
 def test_a_token_that_is_no_number_leaves_the_others_as_they_are() -> None:
-    x, gate_up, down = drawn((3, 4, 2, 32, 32), torch.float32, CPU)
+    x, gate_up, down = oracles.drawn_experts((3, 4, 2, 32, 32), torch.float32, CPU)
     chosen, weights = chosen_by(3, 4, 2)
     packed = PackedExperts(gate_up, down)
     before = packed.sums(x, chosen, weights)
@@ -54,7 +54,7 @@ def test_a_token_that_is_no_number_leaves_the_others_as_they_are() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    x, gate_up, down = drawn((3, 4, 2, 32, 32), torch.float32, CPU)
+    x, gate_up, down = oracles.drawn_experts((3, 4, 2, 32, 32), torch.float32, CPU)
     packed = PackedExperts(gate_up, down)
     chosen, weights = chosen_by(3, 4, 2)
     for wrong in (4, -1):

@@ -19,31 +19,16 @@ REAL: list[Any] = [
 ]
 
 
-def expected_sum(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    out = torch.zeros_like(x, dtype=torch.float64)
-    for expert in range(len(down)):
-        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
-        made = oracles.silu_mul(x[tokens].double() @ gate_up[expert].double().T) @ down[expert].double().T
-        out.index_add_(0, tokens, made * weights[tokens, slots, None].double())
-    return out
-
-
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    tokens, experts, _, hidden, inner = shape
-    x = torch.randn(tokens, hidden + 8, device=device).to(dtype)[:, :hidden]
-    gate_up = (torch.randn(experts, 2 * inner, hidden, device=device) / hidden**0.5).to(dtype)
-    return x, gate_up, (torch.randn(experts, hidden, inner, device=device) / inner**0.5).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", [*SHAPES, *REAL])
 def test_experts_compute_what_the_oracle_does(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    x, gate_up, down = drawn(shape, dtype, device)
+    x, gate_up, down = oracles.drawn_experts(shape, dtype, device)
     tokens, experts, top_k, _, _ = shape
     weights, chosen = choose_experts(torch.randn(tokens, experts, device=device).to(dtype), top_k, normalise=True)
-    found, expected = sum_of_experts(x, gate_up, down, chosen, weights), expected_sum(x, gate_up, down, chosen, weights)
+    found, expected = (
+        sum_of_experts(x, gate_up, down, chosen, weights),
+        oracles.sum_of_experts(x, gate_up, down, chosen, weights),
+    )
     assert found.dtype == dtype
     assert float((found.double() - expected).abs().max() / expected.abs().max()) <= TOLERANCE[dtype]
     assert torch.equal(sum_of_experts(x, gate_up, down, chosen, weights), found), "the order of sums is one"
@@ -51,10 +36,10 @@ def test_experts_compute_what_the_oracle_does(shape: tuple[int, ...], dtype: tor
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 90])
 def test_all_tokens_may_choose_the_same_experts(tokens: int, device: torch.device) -> None:
-    x, gate_up, down = drawn((tokens, 5, 2, 32, 32), torch.float32, device)
+    x, gate_up, down = oracles.drawn_experts((tokens, 5, 2, 32, 32), torch.float32, device)
     chosen = torch.tensor([[4, 0]], dtype=torch.int32, device=device).repeat(tokens, 1)
     weights = torch.rand(tokens, 2, device=device)
-    expected = expected_sum(x, gate_up, down, chosen, weights)
+    expected = oracles.sum_of_experts(x, gate_up, down, chosen, weights)
     found = sum_of_experts(x, gate_up, down, chosen, weights)
     assert float((found.double() - expected).abs().max() / expected.abs().max()) <= TOLERANCE[torch.float32]
 
@@ -74,7 +59,7 @@ def test_the_experts_with_the_largest_logits_are_chosen(
 
 
 def test_a_token_that_is_no_number_leaves_the_others_as_they_are(device: torch.device) -> None:
-    x, gate_up, down = drawn((3, 4, 2, 32, 32), torch.float32, device)
+    x, gate_up, down = oracles.drawn_experts((3, 4, 2, 32, 32), torch.float32, device)
     logits = torch.randn(3, 4, device=device)
     weights, chosen = choose_experts(logits, 2, normalise=True)
     alone = sum_of_experts(x, gate_up, down, chosen, weights)
@@ -87,7 +72,7 @@ def test_a_token_that_is_no_number_leaves_the_others_as_they_are(device: torch.d
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    x, gate_up, down = drawn((3, 4, 2, 32, 16), torch.float32, device)
+    x, gate_up, down = oracles.drawn_experts((3, 4, 2, 32, 16), torch.float32, device)
     chosen, weights = torch.zeros(3, 2, dtype=torch.int32, device=device), torch.zeros(3, 2, device=device)
     for error, match, call in (
         (ValueError, "5 experts cannot be chosen", lambda: choose_experts(x[:, :4], 5, normalise=True)),
