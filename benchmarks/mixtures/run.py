@@ -24,7 +24,7 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.record import record_file, write_record
 
@@ -40,7 +40,7 @@ def build_mixture(path: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=512, hidden_size=256, intermediate_size=512, moe_intermediate_size=96, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=32, num_experts=64, num_experts_per_tok=8,
+        num_attention_heads=8, num_key_value_heads=2, num_experts=64, num_experts_per_tok=8,
         norm_topk_prob=True, max_position_embeddings=512, eos_token_id=None,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(path)  # type: ignore[no-untyped-call]
@@ -77,7 +77,8 @@ def pagewise(path: Path, kernels: Kernels) -> Callable[[int], float]:
 
 def transformers(path: Path, experts: str) -> Callable[[int], float]:
     """Return such a function for transformers' modules with an ``experts_implementation``."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, experts_implementation=experts).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, experts_implementation=experts)
+    model.eval()
 
     @torch.inference_mode()
     def decode(batch: int) -> float:

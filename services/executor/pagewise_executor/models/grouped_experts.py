@@ -66,7 +66,7 @@ def pack_experts(model: nn.Module, within: str) -> None:
         return
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if _computes_plainly(module):
-            model.set_submodule(name, CpuExperts(module.gate_up_proj, module.down_proj))  # type: ignore[arg-type]
+            model.set_submodule(name, CpuExperts(module.gate_up_proj, module.down_proj))
 
 
 @torch.no_grad()

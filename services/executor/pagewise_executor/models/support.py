@@ -247,7 +247,8 @@ def attention_modules(
 def attention_shape(module: Any, text: "LlamaConfig | PretrainedConfig", dtype: torch.dtype) -> AttentionShape:
     """Return the shape of an attention module. ``text``: the configuration of the language model."""
     # In a heterogeneous configuration some settings of a layer differ from those of the other layers.
-    own: Any = text.per_layer_config[module.layer_idx] if getattr(text, "is_heterogeneous", False) else text
+    whole: Any = text
+    own: Any = whole.per_layer_config[module.layer_idx] if getattr(text, "is_heterogeneous", False) else text
     heads = int(own.num_attention_heads)
     if keeps_latents(module):
         rotated, latent = latent_sizes(module)
@@ -262,7 +263,7 @@ def attention_shape(module: Any, text: "LlamaConfig | PretrainedConfig", dtype: 
         window=_window(module, text) or None,  # Qwen2-MoE writes 0 for none
         softcap=getattr(module, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None) is not None,
-        attention_chunk=int(text.attention_chunk_size) if _kind(module, text) == "chunked_attention" else None,
+        attention_chunk=int(whole.attention_chunk_size) if _kind(module, text) == "chunked_attention" else None,
     )
 
 

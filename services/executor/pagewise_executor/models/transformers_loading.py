@@ -124,7 +124,7 @@ def load_with_transformers(
 
 def _conversion(config: Any) -> dict[str, Any]:
     """Return the option with which transformers converts experts in MXFP4 to the model's type, if there are any."""
-    from transformers import Mxfp4Config
+    from transformers import Mxfp4Config  # type: ignore[attr-defined]
 
     settings = getattr(config, "quantization_config", None) or {}
     return {"quantization_config": Mxfp4Config(dequantize=True)} if settings.get("quant_method") == "mxfp4" else {}
