@@ -7,25 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.sizing import sizing
 from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.errors import AdapterError, ModelError
+from pagewise_shared.errors import ModelError
 
-from tests.executor.adapters.test_adapters import check as check_adapters
 from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_mixture, check_recovery
-from tests.executor.ranks.groups import ThreadGroup, config_of
-from tests.executor.ranks.test_families import greedy
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, peers_at
-from tests.executor.test_segments import check as check_segments
-from tests.executor.test_segments import load, rag_requests
-from tests.executor.test_triton import LENGTHS
-from tests.executor.test_triton import check as check_triton
-from tests.lora_adapters import build_adapter, read
 from tests.model_builders import VOCAB_SIZE, build_model, spoil_weights
 
 
@@ -73,39 +64,11 @@ def test_what_another_executor_and_a_disk_hold_is_used(model_path: Path, tmp_pat
         runner.close()
 
 
-def test_adapters_change_what_is_not_absorbed(model_path: Path, tmp_path: Path) -> None:
-    """The up-projection of latents is no linear layer of the model any more."""
-    runner = build_runner(model_path, enable_lora=True)
-    served = build_adapter(model_path, tmp_path / "served", target_modules=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"])
-    check_adapters(runner, model_path, {"served": served})
-    refused = build_adapter(model_path, tmp_path / "refused", target_modules=["kv_b_proj"])
-    with pytest.raises(AdapterError, match="kv_b_proj, which is no linear layer of this model"):
-        runner._adapters._host.read(read(refused), ())  # type: ignore[union-attr]
-
-
-def test_segments_are_moved(tmp_path: Path) -> None:
-    """A key has a part that is rotated by its position: pairs of it are neighbours in one family, in another not."""
-    for family, interleaved in (("deepseek_v2", True), ("minicpm3", False)):
-        build_model(family, path := tmp_path / family, seed=7)
-        runner = build_runner(path, kernels="torch", block_size=8)
-        found = load_model(ExecutorConfig(model=str(path), device="cpu", kernels="torch")).rotations
-        assert [rotation.interleaved for rotation in found] == [interleaved] * 3
-        check_segments(runner, load(path), rag_requests(random.Random(5), 4), max_num_batched_tokens=40)
-
-
-@pytest.mark.interpreted
-def test_triton_kernels_give_the_tokens_of_transformers(tmp_path: Path, device: torch.device) -> None:
-    check_triton("deepseek_v3", tmp_path, device.type, LENGTHS, host_memory="1MiB", verify_copies=True)
-
-
-def test_ranks_divide_the_query_heads(tmp_path: Path) -> None:
-    build_model("deepseek_v3", tmp_path, seed=7)
-    expected, _ = greedy(ModelRunner(config_of(tmp_path, 1, kernels="torch")))
-    group = ThreadGroup(tmp_path, 2, kernels="torch")
-    found, preempted = greedy(group)  # type: ignore[arg-type]
-    group.close()
-    assert found == expected
-    assert preempted > 0
+@pytest.mark.parametrize(("family", "interleaved"), [("deepseek_v2", True), ("minicpm3", False)])
+def test_how_the_part_of_a_key_that_is_rotated_lies_is_found(family: str, interleaved: bool, tmp_path: Path) -> None:
+    build_model(family, tmp_path)
+    found = load_model(ExecutorConfig(model=str(tmp_path), device="cpu")).rotations
+    assert [rotation.interleaved for rotation in found] == [interleaved] * 3
 
 
 def test_the_memory_of_real_models(tmp_path: Path) -> None:

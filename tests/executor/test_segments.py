@@ -99,6 +99,14 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     check(runner, load(path), rag_requests(random.Random(5), 10), max_num_batched_tokens=40, arrive_every=2)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3"])
+def test_latents_are_moved(family: str, tmp_path: Path) -> None:
+    """A key has a part that is rotated: pairs of it are neighbours in one family, in the other not."""
+    build_model(family, tmp_path, seed=7)
+    runner = build_runner(tmp_path, block_size=8)
+    check(runner, load(tmp_path), rag_requests(random.Random(5), 4), max_num_batched_tokens=40)
+
+
 @pytest.mark.parametrize("family", sorted(WITHOUT_ROPE))
 def test_models_without_rope_say_that_they_have_no_segments(family: str, tmp_path: Path) -> None:
     build_model(family, tmp_path, seed=7)

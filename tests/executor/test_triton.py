@@ -53,6 +53,11 @@ def test_blocks_may_lie_together_and_go_to_the_host(tmp_path: Path, device: torc
 
 
 @pytest.mark.interpreted
+def test_latents_are_attended_to(tmp_path: Path, device: torch.device) -> None:
+    check("deepseek_v3", tmp_path, device.type, LENGTHS, host_memory="1MiB", verify_copies=True)
+
+
+@pytest.mark.interpreted
 def test_all_products_may_be_those_for_few_rows(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

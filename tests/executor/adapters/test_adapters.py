@@ -150,6 +150,17 @@ def test_layers_that_are_not_fused_have_adapters_too(family: str, targets: list[
     check(runner, tmp_path / "model", {"one": folder}, count=6, asked=1)
 
 
+def test_the_layer_that_latents_absorb_has_no_adapters(tmp_path: Path) -> None:
+    """The up-projection of latents (MLA) is no linear layer of the model any more."""
+    build_model("deepseek_v3", model := tmp_path / "model")
+    runner = build_runner(model, enable_lora=True)
+    served = build_adapter(model, tmp_path / "served", target_modules=["q_b_proj", "kv_a_proj_with_mqa", "o_proj"])
+    check(runner, model, {"served": served}, count=6, asked=1)
+    refused = build_adapter(model, tmp_path / "refused", target_modules=["kv_b_proj"])
+    with pytest.raises(AdapterError, match="kv_b_proj, which is no linear layer of this model"):
+        runner._adapters._host.read(read(refused), ())  # type: ignore[union-attr]
+
+
 def test_other_weights_under_an_old_name_use_nothing_of_the_old_kv(llama: Path, folders: dict[str, Path]) -> None:
     runner = build_runner(llama, enable_lora=True, max_loras=1)
     prompt = list(range(5, 45))

@@ -33,7 +33,7 @@ def greedy(runner: Runner) -> tuple[list[list[int]], int]:
     return [one.sequences[0].output_token_ids.tolist() for one in requests], scheduler.num_preemptions
 
 
-@pytest.mark.parametrize(("family", "size"), [*((family, 2) for family in DIVIDED), ("llama", 4)])
+@pytest.mark.parametrize(("family", "size"), [*((family, 2) for family in (*DIVIDED, "deepseek_v3")), ("llama", 4)])
 def test_tokens_of_ranks_equal_those_of_one(family: str, size: int, tmp_path: Path) -> None:
     build_model(family, tmp_path, seed=7)
     expected, _ = greedy(ModelRunner(config_of(tmp_path, 1)))

@@ -104,7 +104,7 @@ class KVPool:
         layers, rest = len(shapes), iter(views)
         self.keys = list(itertools.islice(rest, layers))
         self.values = [
-            keys[..., -shape[2] :] if is_latent(shape) else next(rest)
+            keys[..., -shape[-1] :] if is_latent(shape) else next(rest)
             for shape, keys in zip(shapes, self.keys, strict=True)
         ]
         scales = list(rest)

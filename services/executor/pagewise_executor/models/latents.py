@@ -21,7 +21,7 @@ def register_mistral4() -> None:
     """Register the language model of Mistral 4, which transformers builds for its multimodal model only."""
     from transformers import AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
-    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # type: ignore[no-untyped-call]
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
 def keeps_latents(module: nn.Module) -> bool:
