@@ -14,13 +14,26 @@ from tests.executor.references import reference
 from tests.executor.runners import build_runner
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        ("gemma3", "gemma3_text"),
+        ("mistral3", "mistral"),
+        ("mistral3", "mistral4"),
+        ("qwen2_5_vl", "qwen2_5_vl_text"),
+        ("qwen3_vl", "qwen3_vl_text"),
+    ],
+)
 def test_the_text_part_generates_what_the_whole_model_does(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = transformers.CONFIG_MAPPING[kind]
-    text = type(made().get_text_config(decoder=True))
-    config = made(text_config=tiny_settings(text), vision_config=_VISION[kind], tie_word_embeddings=kind == "gemma3")
+    settings = tiny_settings(transformers.CONFIG_MAPPING[part])
+    config = made(
+        text_config={"model_type": part} | settings | _ROPE.get(kind, {}),
+        vision_config=_VISION[kind],
+        tie_word_embeddings=kind == "gemma3",
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -55,6 +68,11 @@ _QWEN = {
     "num_heads": 2,
     "out_hidden_size": 64,
 }
+_ROPE = {
+    "qwen2_5_vl": {"use_sliding_window": False, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+    "qwen3_vl": {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [4, 2, 2]}},
+}
+"""As config.json has it: three positions rotate parts of a head each."""
 _VISION = {"gemma3": _SIGLIP, "mistral3": _SIGLIP, "qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN}
 
 
