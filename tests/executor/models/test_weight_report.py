@@ -116,7 +116,7 @@ def test_quantised_checkpoints_that_are_not_whole_are_refused(
             f"its files lack 1 weight that the model has: {lost.replace('_packed', '').removesuffix('_inv')}"
             in refused(tmp_path)
         )
-    edit_weights(tmp_path, lambda _: {f"language_model.{name}": weight for name, weight in whole.items()})
+    edit_weights(tmp_path, lambda _: {f"wrapped.{name}": weight for name, weight in whole.items()})
     assert "model.layers.0." in refused(tmp_path)
     scale = next(name for name in layer if "weight_scale" in name)
     edit_weights(tmp_path, lambda _: whole | {scale: torch.ones(3, 3)})

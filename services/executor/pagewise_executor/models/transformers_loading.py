@@ -55,7 +55,10 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
         )
     except Exception as error:  # it raises plain exceptions of many kinds for values of a wrong type
         raise ModelError(f"{config.model}: config.json is unusable: {first_line(error)}") from error
-    if found.get_text_config(decoder=True).model_type == "mistral4":
+    text: Any = found.get_text_config(decoder=True)
+    if isinstance(text, dict):
+        raise ModelError(f"{config.model}: config.json is unusable: a {found.model_type} model has no text_config")
+    if text.model_type == "mistral4":
         register_mistral4()
     return text_part(config.model, found)
 
