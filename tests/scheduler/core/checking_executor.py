@@ -206,8 +206,8 @@ class CheckingExecutor:
                 dict(enumerate(unpack_int32s(blocks).tolist(), first)) for first, blocks in new.windows
             ]
             self.rows[new.row].ends = [first + len(blocks) // 4 for first, blocks in new.windows]
-            for group, blocks in enumerate((new.blocks, *(blocks for _, blocks in new.windows))):
-                self._map(group, unpack_int32s(blocks))
+            for group, table in enumerate((new.blocks, *(held for _, held in new.windows))):
+                self._map(group, unpack_int32s(table))
             known = len(self.rows[new.row].tokens)
             is_long = known > self.short_rope_len
             self.rows[new.row].limit = ONE_ROPE if is_long else self.short_rope_len

@@ -335,7 +335,7 @@ class PlanBuilder:
         )
         if unmapped or self._windows:
             windows = pack_int32s([*chain.from_iterable(self._windows)])
-            plan = GroupedStepPlan(*msgspec.structs.astuple(plan), windows, unmapped)
+            plan = GroupedStepPlan(**msgspec.structs.asdict(plan), windows=windows, unmapped=unmapped)
         self.clear()
         return plan
 
