@@ -8,6 +8,7 @@ the layers of a model with one group do. This module does not import torch, beca
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from pagewise_shared.block_hash import BlockHash, BlockName
@@ -89,7 +90,7 @@ class GroupedBatch(InputBatch):
     stretches of its tables that are new in this step.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: int) -> None:
+    def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
         self.groups = groups
         pages_per_block = [group.pages_per_block for group in groups]
         self._maps = {tier: PageMap(count, pages_per_block) for tier, count in num_pages.items() if count}
@@ -107,7 +108,7 @@ class GroupedBatch(InputBatch):
         ]
         self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
         self.changed: list[list[Stretch]] = [[] for _ in groups]
-        # Blocks that this plan puts into tables of windowed layers, by group: row, first index, blocks.
+        # Blocks that this plan puts into tables, by group: row, first index, blocks.
         self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
 
@@ -122,9 +123,9 @@ class GroupedBatch(InputBatch):
             added.clear()
         work = super().apply(plan)
         self._extend_windows(int32s(plan.windows))
-        full = ((row, start, self.block_tables[row, start:stop]) for row, start, stop in work.changed_tables)
-        for number, added in enumerate((full, *self._added[1:])):
-            self._fill(number, list(added))
+        self._added[0] += ((row, start, self.block_tables[row, start:stop]) for row, start, stop in work.changed_tables)
+        for number, added in enumerate(self._added):
+            self._fill(number, added)
         rows, starts, stops = self._computed_ranges(work)
         for window in self._windows:
             window.check(rows, starts, stops)
@@ -265,7 +266,7 @@ class GroupedBatch(InputBatch):
     def _numbered(self, group: int, blocks: Int32s) -> Int32s:
         """Return numbers for the pages of blocks whose pages are not known here [n, pages per block]."""
         each = self.groups[group].pages_per_block
-        return blocks[:, None] * np.int32(each) + np.arange(each, dtype=np.int32)
+        return (blocks[:, None] * each + np.arange(each)).astype(np.int32)
 
     def _of_pages(self, job: CopyJob, sources: Int32s) -> PageCopyJob:
         """Return a list of copies as copies of pages. ``sources``: the pages before the plan, null where there were
