@@ -34,7 +34,8 @@ def check(kind: str, path: Path) -> None:
             )
         check_tokens(config, path / "served")
         return
-    assert f"(model_type {kind}" in refusal, "or of its text part"
+    names = {kind, config.get_text_config(decoder=True).model_type}
+    assert any(f"(model_type {name})" in refusal for name in names), "of the model, or of its text part"
     assert refusal.endswith(SERVED)
 
 
