@@ -31,7 +31,8 @@ def text_part(model: str, config: "PretrainedConfig") -> "PretrainedConfig":
     if (kind := _COMPUTES_AS.get(part.model_type)) is not None:
         settings = {key: value for key, value in part.to_dict().items() if key not in ("model_type", "rope_parameters")}
         rope = {key: value for key, value in part.rope_parameters.items() if not key.startswith("mrope_")}
-        part = CONFIG_MAPPING[kind](**settings, rope_parameters=rope)
+        causal: Any = CONFIG_MAPPING[kind]
+        part = causal(**settings, rope_parameters=rope)
     elif type(part) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     log.info(
@@ -44,7 +45,7 @@ def text_part(model: str, config: "PretrainedConfig") -> "PretrainedConfig":
 
 def is_text_part(path: Path, config: "PretrainedConfig") -> bool:
     """Return whether ``config`` was made by ``text_part`` of the config.json in ``path``."""
-    return json.loads((path / "config.json").read_text()).get("model_type") != config.model_type
+    return bool(json.loads((path / "config.json").read_text()).get("model_type") != config.model_type)
 
 
 def text_name(name: str) -> str | None:

@@ -148,7 +148,8 @@ def _load_text(
         for key in file.keys()  # noqa: SIM118 - it is no dict
         if (name := text_name(key)) is not None
     }
-    loaded: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)].from_pretrained(
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
+    loaded = causal.from_pretrained(
         None,
         config=part,
         state_dict=weights,
