@@ -5,6 +5,7 @@ from pagewise_scheduler.core.memory_report import executor_report
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, PrefixQuery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers import windows
 from pagewise_scheduler.core.tiers.windows import WindowShape
 
 from tests.core_requests import change
@@ -79,8 +80,9 @@ def test_routing_predicts_when_there_are_pages() -> None:
     assert view.room_seconds(query, scheduler.kv.num_available, 0.0) == 0
 
 
-def test_a_share_of_the_memory_is_a_share_of_its_pages() -> None:
+def test_a_share_of_the_memory_is_a_share_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key whose windows hold most of the pages gives way, though it holds few blocks of the other layers."""
+    monkeypatch.setattr(windows, "MARGIN", 0)
     scheduler = create(240, 1, (WindowShape(64, 6),), budget=16)
     executor = executor_for(scheduler)
     large, small = (create_request(prompt=60, max_tokens=100) for _ in range(2))

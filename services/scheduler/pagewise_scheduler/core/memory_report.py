@@ -63,7 +63,7 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
 def _group_report(group: WindowGroup) -> WindowReport:
     num_used, num_cached = group.num_used, group.num_cached
     return WindowReport(
-        group.window, group.chunked, group.pages_per_block, num_cached, num_used - num_cached, len(group.at)
+        group.window, group.chunked, group.pages_per_block, num_cached, num_used - num_cached, len({*group.at.values()})
     )
 
 
