@@ -69,8 +69,6 @@ log = logging.getLogger(__name__)
 
 
 _NO_SEGMENTS = "its windowed layers do not keep all tokens"
-_STEPS_IN_FLIGHT = 2
-"""Most steps of which the scheduler waits for the results."""
 
 _Computed = tuple[torch.Tensor, LogprobsTensors | None, list[tuple[int, LogprobsTensors]]]
 
@@ -227,14 +225,14 @@ class ModelRunner:
     def _num_blocks(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, reserved: int = 0) -> int:
         """Return the number of blocks of all layers, or of pages, for which every rank has room."""
         each, most = bytes_per_block(loaded.shapes, config.block_size, kv_dtype), loaded.max_model_len
-        found = self._ranks.least(pool_size(config, each, self._device, most, reserved, self._ranks.on_host))
-        return found if self._pages is None else found * each // self._pages.page_bytes
+        size = pool_size(config, each, self._device, most, reserved, self._ranks.on_host, self._pages)
+        return self._ranks.least(size)
 
     def _holds(self, config: SizedConfig, num_blocks: int) -> int:
         """Return the most tokens of a sequence that has ``num_blocks`` blocks, or pages, to itself."""
         if self._pages is None:
             return num_blocks * config.block_size
-        return self._pages.longest_sequence(num_blocks, _STEPS_IN_FLIGHT * config.max_num_batched_tokens)
+        return self._pages.longest_sequence(num_blocks, config.tokens_in_flight)
 
     def _make_pool(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, num_blocks: int) -> None:
         triton = loaded.kernels == "triton"
