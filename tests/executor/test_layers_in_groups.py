@@ -131,11 +131,11 @@ def test_triton_kernels_read_pages(gemma3: Path, device: torch.device) -> None:
     [
         ({"host_memory": "1MiB"}, "--host-memory"),
         ({"disk_cache": "folder"}, "--disk-cache"),
-        ({"kv_mapping": "mmu", "kernels": "torch"}, "--kv-mapping mmu"),
+        ({"kv_mapping": "mmu", "kernels": "torch", "block_size": 32}, "--kv-mapping mmu"),
     ],
 )
 def test_features_that_need_one_group_get_it(
-    gemma3: Path, tmp_path: Path, options: dict[str, str], reason: str, caplog: pytest.LogCaptureFixture
+    gemma3: Path, tmp_path: Path, options: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     options = {name: str(tmp_path) if value == "folder" else value for name, value in options.items()}
