@@ -14,12 +14,13 @@ from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.kv_cache_manager import ArenaShape, KVCacheManager
-from pagewise_scheduler.core.tiers.windows import WindowShape
+from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
+from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_shared.config import ExecutorConfig, SpeculativeConfig
 from pagewise_shared.protocol import (
     DEVICE,
     BlockCopies,
+    GroupedStepPlan,
     LayerGroup,
     NewSequence,
     SegmentMove,
@@ -75,7 +76,7 @@ def _check_pages(rng: random.Random, drafts: bool) -> None:
         for _ in range(rng.choice((1, 1, 2)))
     )
     pages, budget, size = rng.choice((1, 2, 5)), rng.choice((3, 8, 32)), rng.choice((1, 3, 4))
-    needed = KVCacheManager(10**6, size, shape=ArenaShape(10**6, pages, windows, 2 * budget)).room_for(LONGEST)
+    needed = GroupedKVCacheManager(ArenaShape(10**6, pages, windows, 2 * budget), size).room_for(LONGEST)
     shape = ArenaShape(needed + rng.randrange(60), pages, windows, 2 * budget)
     speculative = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
     scheduler = Scheduler(
@@ -136,13 +137,13 @@ def joining(
 
 def test_tables_name_pages_and_nothing_behind_the_window() -> None:
     batch = batch_of()
-    batch.advance(batch.apply(StepPlan(1, 1, joined=(joining([4, 1], (0, [3, 0])),), chunks=((0, 6),))))
+    batch.advance(batch.apply(GroupedStepPlan(1, 1, joined=(joining([4, 1], (0, [3, 0])),), chunks=((0, 6),))))
     full, windowed = batch.slots[:2], batch.slots[2:]
     held = [view.block_tables[0, :2].tolist() for view in batch.slots]
     assert sorted(page for pages in held for page in pages) == list(range(1, 11))
     for step in range(2, 9):  # tokens 6 to 12: at the last one, the first block is behind the window
         more = {"tables": pack_int32s([0, 1 + step // 4, step]), "windows": pack_int32s([0, 1, step])}
-        batch.advance(batch.apply(StepPlan(1, step, **(more if step in (4, 8) else {}))))  # type: ignore[arg-type]
+        batch.advance(batch.apply(GroupedStepPlan(1, step, **(more if step in (4, 8) else {}))))  # type: ignore[arg-type]
     assert [view.block_tables[0, :2].tolist() for view in full] == held[:2]
     assert all(view.block_tables[0, 0] == NULL_PAGE for view in windowed)
     assert [view.block_tables[0, 1] for view in windowed] == [pages[1] for pages in held[2:]]
@@ -151,30 +152,33 @@ def test_tables_name_pages_and_nothing_behind_the_window() -> None:
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (StepPlan(1, 1, joined=(joining([0, 1], None),)), "joins with 0 of 1 windows"),
-        (StepPlan(1, 1, joined=(joining([0, 1], (0, [10])),)), "outside the 10 of group 1"),
-        (StepPlan(1, 1, joined=(joining([0, 1], (-1, [0])),)), "joins with blocks -1"),
-        (StepPlan(1, 1, joined=(joining([0, 1], (6, [0, 1, 2])),)), "joins with blocks 6 to 9 of 8"),
-        (StepPlan(1, 1, joined=(joining([15], (0, [])),)), "outside the pool of 15"),
-        (StepPlan(1, 1, joined=(joining([0, 1], (0, [0])),), chunks=((0, 6),)), "1 blocks of group 1 do not hold 6"),
-        (StepPlan(1, 1, joined=(joining([0, 1], (1, [0])),), chunks=((0, 6),)), "begin at 1, too late"),
-        (StepPlan(1, 1, joined=(joining([*range(9)], (0, [0])),)), "more than 8 blocks"),
-        (StepPlan(1, 1, joined=(joining([*range(6)], (0, [*range(7)])),)), "need 21 pages, and 18 are free"),
-        (StepPlan(1, 1, windows=pack_int32s([0, 1, 0])), "holds no sequence"),
-        (StepPlan(1, 1, windows=pack_int32s([0, 1])), "triples"),
-        (StepPlan(1, 1, windows=b"123"), "whole number"),
-        (StepPlan(1, 1, joined=(joining([0], (0, [])),), windows=pack_int32s([0, 0, 0])), "group 0 of 2"),
-        (StepPlan(1, 1, joined=(joining([0], (0, [])),), windows=pack_int32s([0, 2, 0])), "group 2 of 2"),
-        (StepPlan(1, 1, joined=(joining([0], (0, [])),), windows=pack_int32s([0, 1, -1])), "outside the 10"),
-        (StepPlan(1, 1, joined=(joining([0], (8, [])),), windows=pack_int32s([0, 1, 1])), "more than 8 blocks"),
-        (StepPlan(1, 1, unmapped=pack_int32s([0, 0])), "triples"),
-        (StepPlan(1, 1, unmapped=pack_int32s([1, 0, 0])), "to be unmapped"),
-        (StepPlan(1, 1, unmapped=pack_int32s([0, 2, 0])), "to be unmapped"),
-        (StepPlan(1, 1, unmapped=pack_int32s([0, 1, 10])), "to be unmapped"),
-        (StepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 1]), group=2),)), "group 2 of 2"),
-        (StepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 10]), group=1),)), "has 10 blocks"),
-        (StepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 1]), group=1),)), "has no pages"),
-        (StepPlan(1, 1, moves=(SegmentMove(0, 1, 2, 0, 0, b""),)), "not moved in a model with several groups"),
+        (GroupedStepPlan(1, 1, joined=(joining([0, 1], None),)), "joins with 0 of 1 windows"),
+        (GroupedStepPlan(1, 1, joined=(joining([0, 1], (0, [10])),)), "outside the 10 of group 1"),
+        (GroupedStepPlan(1, 1, joined=(joining([0, 1], (-1, [0])),)), "joins with blocks -1"),
+        (GroupedStepPlan(1, 1, joined=(joining([0, 1], (6, [0, 1, 2])),)), "joins with blocks 6 to 9 of 8"),
+        (GroupedStepPlan(1, 1, joined=(joining([15], (0, [])),)), "outside the pool of 15"),
+        (
+            GroupedStepPlan(1, 1, joined=(joining([0, 1], (0, [0])),), chunks=((0, 6),)),
+            "1 blocks of group 1 do not hold 6",
+        ),
+        (GroupedStepPlan(1, 1, joined=(joining([0, 1], (1, [0])),), chunks=((0, 6),)), "begin at 1, too late"),
+        (GroupedStepPlan(1, 1, joined=(joining([*range(9)], (0, [0])),)), "more than 8 blocks"),
+        (GroupedStepPlan(1, 1, joined=(joining([*range(6)], (0, [*range(7)])),)), "need 21 pages, and 18 are free"),
+        (GroupedStepPlan(1, 1, windows=pack_int32s([0, 1, 0])), "holds no sequence"),
+        (GroupedStepPlan(1, 1, windows=pack_int32s([0, 1])), "triples"),
+        (GroupedStepPlan(1, 1, windows=b"123"), "whole number"),
+        (GroupedStepPlan(1, 1, joined=(joining([0], (0, [])),), windows=pack_int32s([0, 0, 0])), "group 0 of 2"),
+        (GroupedStepPlan(1, 1, joined=(joining([0], (0, [])),), windows=pack_int32s([0, 2, 0])), "group 2 of 2"),
+        (GroupedStepPlan(1, 1, joined=(joining([0], (0, [])),), windows=pack_int32s([0, 1, -1])), "outside the 10"),
+        (GroupedStepPlan(1, 1, joined=(joining([0], (8, [])),), windows=pack_int32s([0, 1, 1])), "more than 8 blocks"),
+        (GroupedStepPlan(1, 1, unmapped=pack_int32s([0, 0])), "triples"),
+        (GroupedStepPlan(1, 1, unmapped=pack_int32s([1, 0, 0])), "to be unmapped"),
+        (GroupedStepPlan(1, 1, unmapped=pack_int32s([0, 2, 0])), "to be unmapped"),
+        (GroupedStepPlan(1, 1, unmapped=pack_int32s([0, 1, 10])), "to be unmapped"),
+        (GroupedStepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 1]), group=2),)), "group 2 of 2"),
+        (GroupedStepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 10]), group=1),)), "has 10 blocks"),
+        (GroupedStepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 1]), group=1),)), "has no pages"),
+        (GroupedStepPlan(1, 1, moves=(SegmentMove(0, 1, 2, 0, 0, b""),)), "not moved in a model with several groups"),
     ],
 )
 def test_plans_that_contradict_the_groups_are_refused(plan: StepPlan, why: str) -> None:
@@ -185,9 +189,9 @@ def test_plans_that_contradict_the_groups_are_refused(plan: StepPlan, why: str) 
 @pytest.mark.parametrize(
     "plan",
     [
-        StepPlan(1, 1, windows=pack_int32s([0, 1, 0])),
-        StepPlan(1, 1, unmapped=pack_int32s([0, 0, 0])),
-        StepPlan(1, 1, joined=(joining([0, 1], (0, [0])),)),
+        GroupedStepPlan(1, 1, windows=pack_int32s([0, 1, 0])),
+        GroupedStepPlan(1, 1, unmapped=pack_int32s([0, 0, 0])),
+        GroupedStepPlan(1, 1, joined=(joining([0, 1], (0, [0])),)),
     ],
 )
 def test_a_model_with_one_group_refuses_tables_of_others(plan: StepPlan) -> None:
@@ -195,16 +199,16 @@ def test_a_model_with_one_group_refuses_tables_of_others(plan: StepPlan) -> None
     with pytest.raises(InvalidPlanError, match="one group of layers"):
         batch.apply(plan)
     with pytest.raises(InvalidPlanError, match="group 1 of 1"):
-        batch.apply(StepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 1]), group=1),)))
+        batch.apply(GroupedStepPlan(1, 1, copies=(BlockCopies(0, 0, pack_int32s([0, 1]), group=1),)))
 
 
 def test_a_target_may_get_the_pages_of_a_source() -> None:
     """Copies inside the device read all sources, of all groups, where they lay before blocks were unmapped."""
     batch = batch_of(11)
-    batch.advance(batch.apply(StepPlan(1, 1, joined=(joining([0], (0, [0, 1]), 4),), chunks=((0, 4),))))
+    batch.advance(batch.apply(GroupedStepPlan(1, 1, joined=(joining([0], (0, [0, 1]), 4),), chunks=((0, 4),))))
     before = [view.block_tables[0, :2].tolist() for view in batch.slots]
     copies = (BlockCopies(0, 0, pack_int32s([0, 1])), BlockCopies(0, 0, pack_int32s([1, 2]), group=1))
-    plan = StepPlan(1, 2, left=(0,), copies=copies, unmapped=pack_int32s([0, 1, 0, 0, 1, 1]))
+    plan = GroupedStepPlan(1, 2, left=(0,), copies=copies, unmapped=pack_int32s([0, 1, 0, 0, 1, 1]))
     (job,) = batch.apply(plan).copies
     assert job.pairs[:, 0].tolist() == [*(pages[0] for pages in before[:2]), *(pages[1] for pages in before[2:])]
     assert len(set(job.pairs[:, 1].tolist())) == 5

@@ -15,9 +15,9 @@ from pagewise_shared.protocol import (
     HOST,
     BlockCopies,
     Copied,
+    GroupedStepPlan,
     NewSequence,
     RemoteTier,
-    StepPlan,
     Welcome,
     pack_int32s,
     unpack_int32s,
@@ -49,7 +49,7 @@ class Played:
 
     def execute(self, **fields: object) -> None:
         self.step += 1
-        self.runner.execute(StepPlan(self.epoch, self.step, **fields)).result()  # type: ignore[arg-type]
+        self.runner.execute(GroupedStepPlan(self.epoch, self.step, **fields)).result()  # type: ignore[arg-type]
 
     def copy(self, *copies: BlockCopies, **fields: object) -> list[Copied]:
         self.execute(copies=copies, **fields)
