@@ -244,7 +244,7 @@ def attention_modules(
     return [found[layer] for layer in sorted(found)]
 
 
-def attention_shape(module: Any, text: "LlamaConfig | PretrainedConfig", dtype: torch.dtype) -> AttentionShape:
+def attention_shape(module: Any, text: Any, dtype: torch.dtype) -> AttentionShape:
     """Return the shape of an attention module. ``text``: the configuration of the language model."""
     # In a heterogeneous configuration some settings of a layer differ from those of the other layers.
     whole: Any = text

@@ -31,8 +31,8 @@ def text_part(model: str, config: "PretrainedConfig") -> "PretrainedConfig":
     if (kind := _COMPUTES_AS.get(part.model_type)) is not None:
         settings = {key: value for key, value in part.to_dict().items() if key not in ("model_type", "rope_parameters")}
         rope = {key: value for key, value in part.rope_parameters.items() if not key.startswith("mrope_")}
-        causal: Any = CONFIG_MAPPING[kind]
-        part = causal(**settings, rope_parameters=rope)
+        settings["rope_parameters"] = rope
+        part = CONFIG_MAPPING[kind](**settings)
     elif type(part) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     log.info(

@@ -148,8 +148,8 @@ def _load_text(
         for key in file.keys()  # noqa: SIM118 - it is no dict
         if (name := text_name(key)) is not None
     }
-    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
-    loaded = causal.from_pretrained(
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
+    loaded = kind.from_pretrained(
         None,
         config=part,
         state_dict=weights,
