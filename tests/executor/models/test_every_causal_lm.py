@@ -12,7 +12,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from safetensors.torch import save_file
 
-from docs.models import DOCUMENT, reason_of, row_of
+from tests.causal_lm_tables import DOCUMENT, reason_of, row_of
 from tests.every_causal_lm import FEW, PARAMETERS, build_tiny, causal_lms, tiny_config
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
@@ -26,7 +26,7 @@ def check(kind: str, path: Path) -> None:
     """Check that a family is refused by its name before weights are read, or generates the tokens of transformers."""
     config = tiny_config(kind)
     refusal = refusal_of(config, path / "refused") or ""
-    assert row_of(kind, reason_of(refusal)) in DOCUMENT.read_text().splitlines(), "run python -m docs.models"
+    assert row_of(kind, reason_of(refusal)) in DOCUMENT.read_text().splitlines(), "run python -m tests.causal_lm_tables"
     if not refusal:
         if kind == "gemma3n":
             pytest.importorskip(

@@ -1,6 +1,6 @@
 """The tables of models in docs/models.md: which families are served, and the KV of a token at real sizes.
 
-    python -m docs.models [--check]
+    python -m tests.causal_lm_tables [--check]
 
 It tries a tiny model of each family without weights, as an executor does before it reads any, which takes a minute. The
 long tests of tests/executor/models/test_every_causal_lm.py compare the tokens of each family that is served.
@@ -24,7 +24,7 @@ from pagewise_shared.errors import ModelError
 
 from tests.every_causal_lm import causal_lms, tiny_config
 
-DOCUMENT = Path(__file__).parent / "models.md"
+DOCUMENT = Path(__file__).parents[1] / "docs/models.md"
 
 _NAME = "MODEL"
 
