@@ -88,7 +88,7 @@ def test_steps_that_share_nothing_copy_nothing() -> None:
     stretches = []
     rows, lengths = np.arange(4), np.full(4, 70)
     for tables in (own, common, own, own):
-        backend._batch = SimpleNamespace(block_tables=tables, block_size=8)  # type: ignore[assignment]
+        backend._batch = SimpleNamespace(block_tables=tables, block_size=8, shares_prefixes=True)  # type: ignore[assignment]
         backend._shared_blocks = 0  # as if the tables had been changed
         backend.share_prefixes(rows, lengths)
         stretches.append(int(plan._shared[0]))
@@ -101,7 +101,7 @@ def test_what_is_shared_is_looked_for_again_when_rows_or_their_shared_blocks_cha
     backend = TritonBackend(torch.device("cpu"), 5, 80, 8)
     plan = backend.decode_plan(LayerKind(4, 2, 16, torch.float32, None))
     tables = np.zeros((5, 10), np.int32)
-    backend._batch = SimpleNamespace(block_tables=tables, block_size=8)  # type: ignore[assignment]
+    backend._batch = SimpleNamespace(block_tables=tables, block_size=8, shares_prefixes=True)  # type: ignore[assignment]
 
     def sharing(rows: list[int], *changed: tuple[int, int, int]) -> list[int]:
         """The queries that share, after a step that has changed these entries of the tables."""

@@ -24,6 +24,11 @@ class PackedExperts:
         self.gate_up = pack_panels(gate_up.unflatten(1, (2, self.inner)))
         self.down = pack_panels(down)
 
+    @property
+    def num_weights(self) -> int:
+        """The number of weights of all experts."""
+        return 3 * self.num_experts * self.hidden * self.inner
+
     def sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sums [tokens, hidden] of the outputs of the experts of each token, x [tokens, hidden].
 

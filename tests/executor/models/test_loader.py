@@ -152,8 +152,8 @@ def test_a_narrower_variant_of_the_cpu_operations_counts_as_a_fallback(
 
 
 def test_more_query_heads_than_the_cpu_operations_let_share_a_kv_head(tmp_path: Path) -> None:
-    build_model("llama", tmp_path, hidden_size=61 * 4, num_attention_heads=61, num_key_value_heads=1, head_dim=8)
-    assert "61 query heads share a KV head, up to 60 are supported" in refused(tmp_path, kernels="cpu")
+    build_model("llama", tmp_path, hidden_size=193 * 4, num_attention_heads=193, num_key_value_heads=1, head_dim=8)
+    assert "193 query heads share a KV head, up to 192 are supported" in refused(tmp_path, kernels="cpu")
     loaded = load_model(ExecutorConfig(model=str(tmp_path), device="cpu"))
     assert (loaded.kernels, loaded.fallback) == ("torch", True)
 

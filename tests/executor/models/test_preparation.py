@@ -150,7 +150,7 @@ def test_the_log_says_that_experts_stay_in_float32(tmp_path: Path, caplog: pytes
     build_model("qwen3_moe", tmp_path, num_experts=8, moe_intermediate_size=96)
     record = quantised_log(tmp_path, caplog)
     assert record.levelno == logging.WARNING, "most of the weights stay"
-    assert re.search(r"weights stay in float32: Qwen3MoeExperts 0\.3M, ", record.getMessage())
+    assert re.search(r"weights stay in float32: CpuExperts 0\.3M, ", record.getMessage())
 
 
 def test_a_layer_that_cannot_be_quantised_is_named_as_the_reason(tmp_path: Path) -> None:

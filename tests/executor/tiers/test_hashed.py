@@ -68,7 +68,7 @@ class Executor:
 
     def begin(self, step: int, copies: BlockCopies) -> None:
         plan = StepPlan(epoch=1, step=step, copies=(copies,))
-        self.copier.begin(1, step, checked_copies(plan, {DEVICE: NUM_BLOCKS, HOST: 4, DISK: 0}))
+        self.copier.begin(1, step, checked_copies(plan, [{DEVICE: NUM_BLOCKS, HOST: 4, DISK: 0}]))
 
     def write(self, step: int, blocks: Sequence[int], names: Sequence[BlockName], source: int = DEVICE) -> None:
         pairs = pack_int32s([part for index, block in enumerate(blocks) for part in (block, index)])
@@ -237,7 +237,7 @@ def test_storage_that_fails_in_a_way_that_nobody_thought_of(
 )
 def test_a_plan_that_cannot_be_followed_is_refused(copies: BlockCopies, flaw: str) -> None:
     with pytest.raises(InvalidPlanError, match=flaw):
-        checked_copies(StepPlan(epoch=1, step=1, copies=(copies,)), {DEVICE: NUM_BLOCKS, HOST: 4, DISK: 0, 4: 0})
+        checked_copies(StepPlan(epoch=1, step=1, copies=(copies,)), [{DEVICE: NUM_BLOCKS, HOST: 4, DISK: 0, 4: 0}])
 
 
 def test_the_weights_tell_what_is_shared(tmp_path: Path) -> None:
@@ -307,12 +307,12 @@ def test_blocks_of_the_host_go_to_the_disk_bit_for_bit(tmp_path: Path, named: bo
         BlockCopies(DEVICE, HOST, pack_int32s([7, 2])),
     ]
     sizes = {number: tier.num_blocks for number, tier in copier.tiers.items()}
-    copier.begin(1, 1, checked_copies(StepPlan(1, 1, copies=tuple(lists)), sizes))
+    copier.begin(1, 1, checked_copies(StepPlan(1, 1, copies=tuple(lists)), [sizes]))
     copied = [told.get(timeout=20) for _ in lists]
     bad = {one.target: unpack_int32s(one.bad).tolist() for one in copied if isinstance(one, Copied)}
     assert bad == {HOST: [], DISK: [2]}
     load = BlockCopies(DISK, DEVICE, pack_int32s([1, 20, 0, 21, 2, 22]), names=pack_names(names))
-    copier.begin(1, 2, checked_copies(StepPlan(1, 2, copies=(load,)), sizes))
+    copier.begin(1, 2, checked_copies(StepPlan(1, 2, copies=(load,)), [sizes]))
     loaded = told.get(timeout=20)
     assert isinstance(loaded, Copied)
     assert unpack_int32s(loaded.bad).tolist() == [22]

@@ -120,9 +120,9 @@ def test_blocks_go_down_or_to_the_device(source: int, target: int) -> None:
     for upper, lower in ((DEVICE, HOST), (DEVICE, FURTHER), (HOST, FURTHER)):
         for one, other in ((upper, lower), (lower, DEVICE)):
             plan = StepPlan(1, 1, copies=(BlockCopies(one, other, pack_int32s([0, 1])),))
-            assert [(job.source, job.target) for job in checked_copies(plan, sizes)] == [(one, other)]
+            assert [(job.source, job.target) for job in checked_copies(plan, [sizes])] == [(one, other)]
     with pytest.raises(InvalidPlanError):
-        checked_copies(StepPlan(1, 1, copies=(BlockCopies(source, target, pack_int32s([0, 1])),)), sizes)
+        checked_copies(StepPlan(1, 1, copies=(BlockCopies(source, target, pack_int32s([0, 1])),)), [sizes])
 
 
 CUT_SHORT = """

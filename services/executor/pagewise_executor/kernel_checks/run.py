@@ -66,7 +66,8 @@ def check_all(device: torch.device, begin: Callable[[str], None] = lambda _: Non
         layers = [QuantisedLinear(quantise(weight, dtype), Inputs(), plain.dtype) for dtype in (FP8, torch.int8)]
         make_fast(holder := nn.Sequential(*layers), "triton", device, "")
         linears = tuple(each for each in holder if isinstance(each, QuantisedLinear))
-        uses.append(replace(plain, kv_dtype=FP8, linears=linears))
+        full_heads = plain.attention[:1]  # latents are kept in the type of the model only
+        uses.append(replace(plain, attention=full_heads, kv_dtype=FP8, linears=linears))
     done = set[str]()
     for use in uses:
         for name in kernels_of(use):

@@ -101,13 +101,17 @@ def typical_use(device: torch.device) -> KernelUse:
     """Return all kernels in shapes as common models have them, or in small ones for the interpreter."""
     small = device.type == "cpu"
     heads, kv_heads, head_dim, hidden = (4, 2, 32, 64) if small else (32, 8, 128, 4096)
+    latent, rotated = (32, 16) if small else (512, 64)
     dtype = torch.float32 if small else torch.bfloat16
     gate_up = SkinnyLinear(hidden, 4 * hidden if small else 2048, bias=False, device="meta")
     gate_up.few_rows = MOST_ROWS
     gate_up.weight = nn.Parameter(torch.empty(0), requires_grad=False)
     use = KernelUse(
         device, dtype, dtype, 16, _FEW_ENTRIES if small else 128256,
-        (AttentionShape(heads, kv_heads, head_dim, dtype, head_dim**-0.5),),
+        (
+            AttentionShape(heads, kv_heads, head_dim, dtype, head_dim**-0.5),
+            AttentionShape(heads, 1, rotated + latent, dtype, head_dim**-0.5, latent=latent),
+        ),
         writes_kv=True, hidden_size=hidden, gate_up=gate_up, has_head_norm=True, adapter_rank=1,
         rotation=KeyRotation(torch.arange(head_dim // 2, device=device) / head_dim), deterministic=True,
     )  # fmt: skip

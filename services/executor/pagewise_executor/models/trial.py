@@ -8,6 +8,7 @@ tokens than paged attention would, is found by what it does, and need not be on 
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ _NAME = "pagewise-trial"
 _TOKENS = 6
 _STATES = {"past_key_values", "past_key_value", "layer_past", "cache_params", "past_buckets_states", "mems", "state"}
 """Parameters by which transformers' modules get the state of a sequence."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Held during a trial: transformers has one table of attention functions by name, and a trial registers its own."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
@@ -45,11 +49,16 @@ def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_re
     name = f"{model} (model_type {config.model_type})"
     if not trust_remote_code and (text is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING):
         raise ModelError(f"{name} has no causal LM in transformers, nor has its text part; {SERVED}")
+    with _ONE_AT_A_TIME:
+        return _try(name, config, text, dtype, trust_remote_code=trust_remote_code)
+
+
+def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
     trial = _Trial()
     try:
         skeleton = _build(config, dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # models raise plain exceptions of many kinds for attention that cannot be replaced
-        log.debug("%s cannot be built", model, exc_info=True)
+        log.debug("%s cannot be built", name, exc_info=True)
         own = isinstance(error, KeyError) and error.args == (_NAME,)
         why = "it chooses its attention from a list of its own" if own else first_line(error) or type(error).__name__
         raise ModelError(f"{name} cannot be built with paged attention: {why}; {SERVED}") from error
@@ -60,7 +69,7 @@ def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_re
     if stateful := trial.stateful_modules(skeleton):
         raise ModelError(f"{name} keeps state that is no paged KV, in modules of type {', '.join(stateful)}; {SERVED}")
     if failure is not None:
-        log.debug("%s cannot be tried", model, exc_info=failure)
+        log.debug("%s cannot be tried", name, exc_info=failure)
         # The errors of tensors without data are of several types, and name the meta device.
         why = "its steps depend on the content of tensors" if "meta" in str(failure) else first_line(failure)
         raise ModelError(f"{name} cannot be tried without its weights: {why}; {SERVED}") from failure
