@@ -60,7 +60,7 @@ def test_olmo_3_equals_generate(tmp_path: Path) -> None:
     check_family("olmo3", tmp_path, "cpu", 5)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.long), "cpu"])
 def test_everything_mixed_at_random(model_path: Path, kernels: str) -> None:
     """Beams, several outputs, prefix hits and preemption, in too little memory."""
     if kernels == "cpu":
@@ -68,6 +68,7 @@ def test_everything_mixed_at_random(model_path: Path, kernels: str) -> None:
     check_mixture(model_path, len(kernels), kernels=kernels, block_size=3, host_memory=None)
 
 
+@pytest.mark.long
 def test_conversations_are_computed_again(gemma3: Path) -> None:
     check_recovery(gemma3, "recompute", 17, n=2, host_memory=None)
 
@@ -188,7 +189,7 @@ def _named(plan: StepPlan) -> Iterator[tuple[int, int]]:
         yield from ((copies.group, block) for block in unpack_int32s(copies.pairs))
 
 
-@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+@pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.long), "cpu"])
 def test_freed_pages_are_never_read(model_path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernels == "cpu":
         need_cpu_kernels()
