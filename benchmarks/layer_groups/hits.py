@@ -1,8 +1,8 @@
 """Hit rates of an agentic trace, with full tables and with groups of layers, in the same number of GiB.
 
 The real scheduler core, one request at a time, so that the whole memory is cache, as in ``benchmarks.eviction.run``.
-Sizes are those in which full tables hold so many tokens. Without a limit, all blocks of full layers stay: then groups
-find less only where a prompt leaves the path of an earlier one and no snapshot lies there.
+Each size of memory is given by the tokens that full tables hold in it. Without a limit, no block is evicted. Groups
+then find less only where a prompt leaves the path of an earlier one and no snapshot lies there.
 """
 
 import argparse
@@ -23,7 +23,7 @@ STEP_TOKENS = 2048
 OUTPUT_TOKENS = 16
 """Most tokens of an answer: the prompt behind it has its text, but the trace does not say with which tokens."""
 UNLIMITED = 8.0
-"""Million tokens: more than all prompts and answers of the trace have, without those that they share."""
+"""Million tokens: more than all prompts and answers of the trace have, if shared tokens count once."""
 
 
 def hit_rate(model: Model, num_bytes: int, num_requests: int, *, grouped: bool) -> float:

@@ -78,8 +78,8 @@ class Watched(Scheduler):
 def mixed(model: Model, num_bytes: int, num_requests: int, seed: int) -> dict[str, float]:
     """Serve prompts of 128 to 16,384 tokens with answers of 256 to 8,192.
 
-    Returns in per cent of the memory: the largest share that lies in used pages and holds no layer, and the largest
-    share that was available when a sequence was preempted for lack of it.
+    Returns two shares of the memory in per cent, each the largest of the run: the empty parts of used pages, and the
+    memory that was available when a sequence was preempted.
     """
     rng, layout = random.Random(seed), model.layout
     scheduler = scheduler_of(model, num_bytes, STEP_TOKENS, grouped=True, kind=Watched)

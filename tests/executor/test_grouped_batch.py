@@ -12,7 +12,6 @@ from pagewise_executor.page_map import NULL_PAGE
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.core.features.registry import FeatureOptions
-from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
@@ -36,8 +35,7 @@ from tests.executor.driver import request as make_request
 from tests.executor.driver import run_requests
 from tests.executor.paged_executor import PagedExecutor
 from tests.scheduler.core import checking_executor
-from tests.scheduler.core.builders import create_request
-from tests.scheduler.core.driving import expected_tokens
+from tests.scheduler.core.arenas import check_tokens, drive_at_random
 
 LONGEST = 40
 
@@ -86,34 +84,9 @@ def _check_pages(rng: random.Random, drafts: bool) -> None:
     )  # fmt: skip
     groups = [LayerGroup(1, pages), *(LayerGroup(1, one.pages_per_block, one.window, one.chunked) for one in windows)]
     executor = PagedExecutor(groups, shape.num_pages, size, LONGEST)
-    base = [rng.randrange(1000) for _ in range(30)]
-    requests: list[Request] = []
-    in_flight: deque[StepResult] = deque()
-    epoch = 1
-    for _ in range(rng.choice((20, 80))):
-        match rng.randrange(12):
-            case 0 | 1 | 2:
-                prompt = [*base[: rng.randrange(25)], *(rng.randrange(1000) for _ in range(rng.randrange(1, 5)))]
-                request = create_request(prompt, rng.randrange(1, LONGEST - len(prompt)), n=rng.choice((1, 1, 2)))
-                requests.append(request)
-                scheduler.add(request)
-            case 3 if requests:
-                scheduler.abort(rng.choice(requests).request_id)
-            case 4 if in_flight and rng.random() < 0.3:
-                epoch += 1
-                in_flight.clear()
-                failed = scheduler.fail(epoch)
-                requests = [request for request in requests if request not in failed]
-                executor.reset(epoch)
-            case _ if len(in_flight) < 2 and (plan := scheduler.schedule(0.0)) is not None:
-                in_flight.append(execute(executor, plan))
-            case _ if in_flight:
-                scheduler.update(in_flight.popleft())
+    requests, in_flight = drive_at_random(rng, scheduler, executor, lambda plan: execute(executor, plan), LONGEST)
     run_to_end(scheduler, executor, in_flight)
-    for request in requests:
-        for sequence in request.sequences:
-            if sequence.finish_reason != "abort":
-                assert sequence.output_token_ids.tolist() == expected_tokens(request)
+    check_tokens(requests)
 
 
 # ---- plans that cannot be ----------------------------------------------------------------------------------

@@ -1,11 +1,19 @@
-"""Schedulers of executors with several groups of layers, and the check of their arenas."""
+"""Schedulers of executors with several groups of layers, the check of their arenas, and random requests for them."""
 
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_shared.config.options import EvictionName
+from pagewise_shared.protocol import StepPlan, StepResult
 
-from tests.scheduler.core.driving import check_states
+from tests.scheduler.core.builders import create_request
+from tests.scheduler.core.driving import check_states, expected_tokens
 
 
 def create(
@@ -49,3 +57,53 @@ def check_arena(scheduler: Scheduler) -> None:
     assert mapped <= arena.num_pages
     if not scheduler.requests and not scheduler.steps_in_flight:
         assert kv.num_available == arena.num_pages
+
+
+class Resettable(Protocol):
+    """An executor of plans, which begins a new epoch without sequences."""
+
+    def reset(self, epoch: int) -> None: ...
+
+
+def drive_at_random(
+    rng: random.Random, scheduler: Scheduler, executor: Resettable, execute: Callable[[StepPlan], StepResult],
+    longest: int, check: Callable[[], None] = lambda: None,
+) -> tuple[list[Request], deque[StepResult]]:  # fmt: skip
+    """Sequences of up to ``longest`` tokens share prefixes and are aborted, and steps fail.
+
+    ``check`` is called after each operation. Returns the requests that did not fail, and the results of the steps that
+    are in flight.
+    """
+    base = [rng.randrange(1000) for _ in range(30)]
+    requests: list[Request] = []
+    in_flight: deque[StepResult] = deque()
+    epoch = 1
+    for _ in range(rng.choice((20, 80))):
+        match rng.randrange(12):
+            case 0 | 1 | 2:
+                prompt = [*base[: rng.randrange(25)], *(rng.randrange(1000) for _ in range(rng.randrange(1, 5)))]
+                request = create_request(prompt, rng.randrange(1, longest - len(prompt)), n=rng.choice((1, 1, 2)))
+                requests.append(request)
+                scheduler.add(request)
+            case 3 if requests:
+                scheduler.abort(rng.choice(requests).request_id)
+            case 4 if in_flight and rng.random() < 0.3:
+                epoch += 1
+                in_flight.clear()
+                failed = scheduler.fail(epoch)
+                requests = [request for request in requests if request not in failed]
+                executor.reset(epoch)
+            case _ if len(in_flight) < 2 and (plan := scheduler.schedule(0.0)) is not None:
+                in_flight.append(execute(plan))
+            case _ if in_flight:
+                scheduler.update(in_flight.popleft())
+        check()
+    return requests, in_flight
+
+
+def check_tokens(requests: list[Request]) -> None:
+    """Every sequence that was not aborted has the tokens that it has alone."""
+    for request in requests:
+        for sequence in request.sequences:
+            if sequence.finish_reason != "abort":
+                assert sequence.output_token_ids.tolist() == expected_tokens(request)

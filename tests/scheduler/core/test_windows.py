@@ -1,7 +1,6 @@
 """Groups of windowed layers: blocks behind the window go, prefixes begin at snapshots, and all share one arena."""
 
 import random
-from collections import deque
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +9,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.windows import MARGIN, WindowShape
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
-from tests.scheduler.core.arenas import check_arena, create
+from tests.scheduler.core.arenas import check_arena, check_tokens, create, drive_at_random
 from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import executor_for, expected_tokens, run
@@ -96,37 +95,15 @@ def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
         eviction=rng.choice(("lru", "cost")),
     )  # fmt: skip
     executor = executor_for(scheduler)
-    base = [rng.randrange(1000) for _ in range(30)]
-    requests: list[Request] = []
-    in_flight: deque[StepResult] = deque()
-    epoch = 1
-    for _ in range(rng.choice((20, 80))):
-        match rng.randrange(12):
-            case 0 | 1 | 2:
-                prompt = [*base[: rng.randrange(25)], *(rng.randrange(1000) for _ in range(rng.randrange(1, 5)))]
-                request = create_request(prompt, rng.randrange(1, longest - len(prompt)), n=rng.choice((1, 1, 2)))
-                requests.append(request)
-                scheduler.add(request)
-            case 3 if requests:
-                scheduler.abort(rng.choice(requests).request_id)
-            case 4 if in_flight and rng.random() < 0.3:
-                epoch += 1
-                in_flight.clear()
-                failed = scheduler.fail(epoch)
-                requests = [request for request in requests if request not in failed]
-                executor.reset(epoch)
-            case _ if len(in_flight) < 2 and (plan := scheduler.schedule(0.0)) is not None:
-                decoded = decode_from_scheduler(encode(plan))
-                assert isinstance(decoded, StepPlan)
-                in_flight.append(executor.execute(decoded))
-            case _ if in_flight:
-                scheduler.update(in_flight.popleft())
-        check_arena(scheduler)
+
+    def execute(plan: StepPlan) -> StepResult:
+        decoded = decode_from_scheduler(encode(plan))
+        assert isinstance(decoded, StepPlan)
+        return executor.execute(decoded)
+
+    requests, in_flight = drive_at_random(rng, scheduler, executor, execute, longest, lambda: check_arena(scheduler))
     while in_flight:
         scheduler.update(in_flight.popleft())
     run(scheduler, executor)
-    for request in requests:
-        for sequence in request.sequences:
-            if sequence.finish_reason != "abort":
-                assert sequence.output_token_ids.tolist() == expected_tokens(request)
+    check_tokens(requests)
     check_arena(scheduler)
