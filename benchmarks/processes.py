@@ -66,7 +66,12 @@ _SPAWNER = ThreadPoolExecutor(1, "spawner")
 
 def spawn(command: list[str], **options: Any) -> "subprocess.Popen[Any]":
     """A process that cannot outlive this one, whichever thread asks for it."""
-    return _SPAWNER.submit(lambda: subprocess.Popen(command, preexec_fn=die_with_parent, **options)).result()
+    return _SPAWNER.submit(lambda: subprocess.Popen(command, preexec_fn=_prepare, **options)).result()
+
+
+def _prepare() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell lets the jobs of its background ignore it
 
 
 class Process:
