@@ -293,6 +293,7 @@ class Copied(Message, frozen=True):
         bad: the targets in ``BlockCopies.pairs`` whose content is wrong (int32 bytes): the source was corrupt or did
             not arrive, or the target could not be written.
         error: the copies could not be made; the scheduler starts over under a new epoch, as after a failed step.
+        group: the group of layers.
     """
 
     epoch: int
@@ -303,6 +304,7 @@ class Copied(Message, frozen=True):
     elapsed_us: int = 0
     bad: bytes = b""
     error: StepError | None = None
+    group: int = 0
 
 
 class Found(Message, frozen=True):

@@ -42,7 +42,8 @@ def expected_beams(request: Request) -> list[list[int]]:
 def executor_for(scheduler: Scheduler) -> CheckingExecutor:
     tiers = {number: tier.num_blocks for number, tier in scheduler.kv.tiers.items()}
     shape = scheduler.kv.shape if isinstance(scheduler.kv, GroupedKVCacheManager) else None
-    executor = CheckingExecutor(tiers, scheduler.kv.block_size, shape)
+    host = scheduler.kv.host if isinstance(scheduler.kv, GroupedKVCacheManager) else None
+    executor = CheckingExecutor(tiers, scheduler.kv.block_size, shape, host.arena.num_pages if host is not None else 0)
     executor.short_rope_len = scheduler.short_rope_len
     executor.in_flight = lambda: {step.step for step in scheduler.steps_in_flight}
     return executor

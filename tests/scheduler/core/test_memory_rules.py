@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 from pagewise_scheduler.core.memory.eviction_history import LostBlocks
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
+from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import DEVICE, StepResult

@@ -10,12 +10,14 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 class WindowTable:
     """The blocks of a sequence in a group of windowed layers: ``blocks``, the first of which is block ``first``.
 
-    ``source``: the block from which the last one is to be copied when the sequence joins; negative: none.
+    ``source``: the block from which the last one is to be copied when the sequence joins; negative: none. ``loading``:
+    the window comes from another tier, and is not there yet.
     """
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
     source: int = -1
+    loading: bool = False
 
     @property
     def end(self) -> int:
@@ -31,6 +33,8 @@ class CachedPrefix:
     tier, and the blocks ``offloaded``, which lie in tiers below the device; if there are any, no block is partial.
     ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too. ``junction``: the
     number of blocks on the device that the prompt has in common with others; behind some of them none can begin.
+    ``resume``: the block at whose end ``windows`` are, if they come from a snapshot. With windows, ``offloaded`` follows
+    ``blocks``, and also has the blocks on the device behind which the device has no snapshot.
     """
 
     blocks: list[CachedBlock]
@@ -41,6 +45,7 @@ class CachedPrefix:
     gap: int = 0
     windows: tuple[WindowTable, ...] = ()
     junction: int = 0
+    resume: CachedBlock | None = None
 
 
 class BlockTable:

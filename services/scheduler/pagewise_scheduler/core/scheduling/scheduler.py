@@ -34,7 +34,7 @@ from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode, RecoveryPolicy
 from pagewise_scheduler.core.tiers.transfers import Loads
-from pagewise_scheduler.core.tiers.windows import ArenaShape
+from pagewise_scheduler.core.tiers.arena import ArenaShape
 
 
 class Scheduler:

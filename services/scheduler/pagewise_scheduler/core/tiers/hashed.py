@@ -157,7 +157,7 @@ class HashedTier(Tier):
         node.flags |= self._bit
         self._arriving[hash_of(node)] = node
         self.num_arriving += 1
-        copies.append((source, node.block_id(source), self.number, node))
+        copies.append((source, node.block_id(source), self.number, node, 0))
         return True
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:

@@ -60,7 +60,7 @@ class HostTier(Pool, Tier):
             # A prefix comes from its end. Once that is here, refusing the blocks before it would make it worthless.
             if not node.children and not self.wants(node):
                 return False
-            if not self._free and not self._give_up_one(copies):
+            if not self._make_room_for_one(copies):
                 return False
             block = self._free.pop()
             self.states[block] = CACHED
@@ -69,8 +69,11 @@ class HostTier(Pool, Tier):
             self.num_arriving += 1
             if source == DEVICE:
                 self.counters.demoted += 1
-            copies.append((source, node.block_id(source), self.number, block))
+            copies.append((source, node.block_id(source), self.number, block, 0))
         return True
+
+    def _make_room_for_one(self, copies: list[BlockCopy]) -> bool:
+        return bool(self._free) or self._give_up_one(copies)
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
         """Copies to this tier were made. A block that could not be stored is noticed when it is loaded."""

@@ -18,7 +18,7 @@ from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
-from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Tier
+from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Location, Tier
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _RECOVERABLE = attrgetter("recoverable")
@@ -74,7 +74,7 @@ class KVCacheManager:
         self.hashed: dict[int, HashedTier] = {}
         for number, (size, costs) in sorted(self._lower.items(), reverse=True):
             if isinstance(size, int):
-                below = HostTier(number, size, tree, policy, counters, below, costs, self._demotion)
+                below = self._make_host(number, size, tree, policy, counters, below, costs)
             else:
                 below = HashedTier(number, size, policy, counters, below, costs, self._demotion, salted=self._salted)
                 self.hashed[number] = below
@@ -86,6 +86,19 @@ class KVCacheManager:
     ) -> BlockPool:
         """The device's blocks."""
         return BlockPool(num_blocks, tree, policy, counters, below)
+
+    def _make_host(
+        self,
+        number: int,
+        size: int,
+        tree: PrefixTree,
+        policy: EvictionPolicy,
+        counters: MemoryCounters,
+        below: Tier | None,
+        costs: TierCosts,
+    ) -> HostTier:
+        """A tier of ``size`` blocks below the device."""
+        return HostTier(number, size, tree, policy, counters, below, costs, self._demotion)
 
     @property
     def num_total(self) -> int:
@@ -262,7 +275,36 @@ class KVCacheManager:
         self.pool.counters.copied += 1
         self.pool.release([source])
         table.blocks = [*shared, target]
-        return (*copies, (DEVICE, source, DEVICE, target))
+        return (*copies, (DEVICE, source, DEVICE, target, 0))
+
+    def with_offloaded(self, prefix: CachedPrefix) -> CachedPrefix:
+        """The prefix of a sequence that loads the windows at the end of ``prefix.offloaded``."""
+        return prefix
+
+    def lacking(self, offloaded: Sequence[CachedBlock]) -> tuple[list[CachedBlock], int]:
+        """The blocks of ``offloaded`` that the device lacks, and how many blocks of full layers have as many bytes as
+        the windows that it lacks at their end."""
+        return [*offloaded], 0
+
+    def hold_windows(self, prefix: CachedPrefix) -> list[list[Location]]:
+        """Hold the windows that a sequence with this prefix loads, of each group: empty if the device has it."""
+        return []
+
+    def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
+        """Let a table have blocks for the windows that are to be loaded into them. Returns copies as ``grow`` does."""
+        return ()
+
+    def num_full_blocks(self, count: int, group: int) -> int:
+        """How many blocks of the full layers have at least as many bytes as ``count`` blocks of a group."""
+        return count
+
+    def pin(self, blocks: list[int], group: int) -> None:
+        """Keep blocks of the device, of a group, for a copy that writes them."""
+        self.pool.pin(blocks)
+
+    def unpin(self, blocks: list[int], group: int) -> None:
+        """The copy is done."""
+        self.pool.release(reversed(blocks))
 
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""

@@ -8,7 +8,7 @@ blocks come from makes no difference but for the costs.
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf, isnan
 from operator import attrgetter
 from typing import NamedTuple
@@ -90,11 +90,13 @@ class Recoveries:
         ``share``: the part of a step's token budget that the sequence would get for computing.
         """
         start = len(prefix.blocks)
-        offers = self._offers_below(start, prefix.gap, prefix.offloaded)
-        # Windows are in no other tier, so a sequence could not go on behind blocks of the full layers.
-        if sequence is not None and not self._kv.windows and sequence.sampling.prompt_logprobs is None:
-            offers += self._offers_elsewhere(start, sequence)
-        plans = self._plans(start, offers, share)
+        if self._kv.windows:
+            plans = self._window_plans(start, prefix.offloaded, share)
+        else:
+            offers = self._offers_below(start, prefix.gap, prefix.offloaded)
+            if sequence is not None and sequence.sampling.prompt_logprobs is None:
+                offers += self._offers_elsewhere(start, sequence)
+            plans = self._plans(start, offers, share)
         self.policy.note(plans)
         return self._fastest(plans, start, share)
 
@@ -104,6 +106,8 @@ class Recoveries:
         ``lender``: the endpoint of an executor, and how many blocks of the prompt it has.
         """
         start, (peer, num_remote_pins) = query.start, lender
+        if self._kv.windows:
+            return self._fastest(self._window_plans(start, query.offloaded, share), start, share)
         offers = self._offers_below(start, query.gap, query.offloaded)
         if num_remote_pins > start and self.can_fetch_from(peer):
             assert self.directory is not None
@@ -140,6 +144,20 @@ class Recoveries:
             plan.method = self.policy.method(plan.estimate)
             plans.append(plan)
         return plans
+
+    def _window_plans(self, start: int, offloaded: Sequence[CachedBlock], share: float) -> list[RecoveryPlan]:
+        """A plan to begin behind the blocks ``offloaded``, if there are any: to load what the device lacks of them and
+        of the windows at their end, or to compute all of them, of which ``start`` blocks lie before."""
+        if not offloaded:
+            return []
+        (nodes, num_windows), end = self._kv.lacking(offloaded), offloaded[-1].depth
+        tier, at = next(iter(self._kv.pool.lower)), end - len(nodes)
+        plan = RecoveryPlan("load", [Offer(tier, at, end, _holder(tier.hold, nodes, at))], start)
+        plan.estimate = self.costs.estimate_snapshot(
+            start, end - start, len(nodes) + num_windows, tier.link, self._queued(tier.link), share
+        )
+        plan.method = self.policy.method(plan.estimate)
+        return [plan]
 
     def _offers_below(self, at: int, gap: int, offloaded: Sequence[CachedBlock]) -> list[Offer]:
         """The blocks ``offloaded``, which lie in lower tiers of this executor, ``gap`` blocks behind ``at``."""
@@ -239,8 +257,11 @@ class Recoveries:
             began=now,
             behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
+        if loads and self._kv.windows:
+            recovery.windows = self._kv.hold_windows(prefix)
+            recovery.loading = sum(map(len, recovery.windows))
         sequence.note(recovery)
-        if locations:
+        if locations or recovery.loading:
             recovery.active = True
             self._active[sequence] = recovery
         elif plan.parts:
@@ -261,7 +282,8 @@ class Recoveries:
         lives = {key.peer: load.epoch for key, load in requested.items()}
         # A link serves one recovery after the other, in order of admission: if all shared it, all would end late.
         for recovery in self._active.values():
-            while True:
+            self._request_windows(step, recovery, requested)
+            while recovery.back:
                 part = recovery.last_part
                 count = self._back(recovery, alone=not requested)
                 peer, epoch = part.source.peer, part.source.epoch
@@ -271,6 +293,13 @@ class Recoveries:
                 self._request(step, recovery, count, requested)
                 if recovery.first + recovery.back > part.start:
                     break  # else the part before it comes over another link
+
+    def _request_windows(self, step: int, recovery: Recovery, requested: Loads) -> None:
+        """Ask for the windows with which a sequence begins behind its blocks, all at once: they are small."""
+        windows, recovery.windows = recovery.windows, []
+        for locations, one in zip(windows, recovery.sequence.table.windows, strict=False):
+            if locations:
+                self.transfers.ask(step, requested, recovery, locations, one.blocks)
 
     # The two pointers: where they meet is predicted anew for every step.
 
@@ -377,6 +406,8 @@ class Recoveries:
             if recovery.loading or sequence.num_scheduled_tokens < meeting:
                 continue
             done.append((sequence, recovery.plan.end * size))
+            for one in sequence.table.windows:
+                one.loading = False
             recovery.ended = now
             if not recovery.behind_demotions:
                 self._learn(recovery, now)
@@ -411,9 +442,8 @@ class Recoveries:
     def _close(self, recovery: Recovery) -> None:
         del self._active[recovery.sequence]
         recovery.active = False
-        for source, locations in groupby(
-            reversed(recovery.locations[: recovery.back]), key=lambda location: location.source
-        ):
+        held = [*recovery.locations[: recovery.back], *chain.from_iterable(recovery.windows)]
+        for source, locations in groupby(reversed(held), key=lambda location: location.source):
             source.unhold(locations)
         self.emit(recovery)
         if recovery.loading and any(part.source.is_far for part in recovery.plan.parts):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, NamedTuple
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
@@ -117,6 +118,7 @@ class Recovery:
         behind_demotions: copies to lower tiers were under way when it began, which loads wait for.
         active: it has blocks to load or to compute before they are loaded. corrupt: a block came with wrong content, or
             not at all, so that the sequence has to start over.
+        windows: where the blocks of windowed layers are held that are still to be asked for, by group.
     """
 
     sequence: RequestSequence
@@ -134,6 +136,7 @@ class Recovery:
     first_start: bool = False
     active: bool = False
     corrupt: bool = False
+    windows: list[list[Location]] = field(default_factory=list)
 
     @property
     def request(self) -> Request:
@@ -151,8 +154,9 @@ class Recovery:
         if bad:
             self.corrupt = True
         elif self.active:
-            name = locations[0].source.name
-            self.loaded[name] = self.loaded.get(name, 0) + len(locations) * self.sequence.table.block_size
+            name, is_window = locations[0].source.name, locations[0].group
+            num_tokens = 0 if is_window else len(locations) * self.sequence.table.block_size
+            self.loaded[name] = self.loaded.get(name, 0) + num_tokens
             self.link_seconds += seconds
 
     @property
@@ -213,7 +217,7 @@ class RecoveryPolicy:
         """How to get blocks back that cost so much."""
         if self.mode == "swap":
             return "load"
-        if self.mode != "auto":
+        if self.mode != "auto" and estimate.by_method[self.mode] < inf:
             return self.mode
         load, both = estimate.load + estimate.after, estimate.both + estimate.after
         # Both at once keeps the executor and the link busy: it has to win by more than the noise of the estimate.
