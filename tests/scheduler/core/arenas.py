@@ -7,19 +7,23 @@ from typing import Protocol
 
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_shared.config.options import EvictionName
-from pagewise_shared.protocol import HOST, StepPlan, StepResult
+from pagewise_shared.protocol import DISK, HOST, StepPlan, StepResult
 
 from tests.scheduler.core.builders import create_request
-from tests.scheduler.core.driving import check_states, expected_tokens
+from tests.scheduler.core.checking_executor import CheckingExecutor
+from tests.scheduler.core.driving import check_states, expected_tokens, num_stored
+
+
+DISK_NAME = "a disk"
 
 
 def create(
     num_pages: int, pages: int, windows: tuple[WindowShape, ...], *, budget: int = 32, seqs: int = 8,
-    block_size: int = 4, eviction: EvictionName = "lru", host_pages: int = 0, recovery: RecoveryMode = "auto",
+    block_size: int = 4, eviction: EvictionName = "lru", host_pages: int = 0, disk: bool = False, recovery: RecoveryMode = "auto",
 ) -> Scheduler:  # fmt: skip
     shape = ArenaShape(num_pages, pages, windows, 2 * budget)
     return Scheduler(
@@ -29,7 +33,7 @@ def create(
         max_num_batched_tokens=budget,
         shape=shape,
         eviction=eviction,
-        tiers={HOST: host_pages},
+        tiers={HOST: host_pages} | ({DISK: DISK_NAME} if disk else {}),
         recovery=recovery,
     )
 
@@ -93,6 +97,8 @@ def drive_at_random(
                 prompt = [*base[: rng.randrange(25)], *(rng.randrange(1000) for _ in range(rng.randrange(1, 5)))]
                 request = create_request(prompt, rng.randrange(1, longest - len(prompt)), n=rng.choice((1, 1, 2)))
                 requests.append(request)
+                if isinstance(executor, CheckingExecutor) and scheduler.kv.hashed:
+                    request.stored[DISK_NAME] = num_stored(scheduler, executor, request)
                 scheduler.add(request)
             case 3 if requests:
                 scheduler.abort(rng.choice(requests).request_id)

@@ -97,6 +97,7 @@ class CheckingExecutor:
         self.peers: dict[str, CheckingExecutor] = {}
         self.epoch = 1
         self.storage: dict[BlockHash, Content] = {}
+        self.stored_windows: dict[tuple[BlockHash, int], Content] = {}
         self.full = False
         self.in_flight: Callable[[], set[int]] = set
         self.reset()
@@ -302,7 +303,7 @@ class CheckingExecutor:
                     self.elapsed_us,
                     pack_int32s(bad),
                     group=copies.group,
-                )  # fmt: skip
+                )
             )
         return messages
 
@@ -340,25 +341,30 @@ class CheckingExecutor:
 
     def _recall(self, copies: BlockCopies) -> list[int]:
         """Copy blocks from storage; returns those that are not there."""
-        bad, names = [], unpack_names(copies.names)
+        bad, names, group = [], unpack_names(copies.names), copies.group
         for index, target in pairs(copies.pairs):
-            if (content := self.storage.get(names[index].hash)) is None:
+            name = names[index].hash
+            content = self.stored_windows.get((name, group)) if group else self.storage.get(name)
+            if content is None:
                 bad.append(target)
             else:
-                self.blocks[target] = dict(content)
+                self._held(DEVICE, group)[target] = dict(content)
                 self.num_recalled += 1
         return bad
 
     def _write(self, copies: BlockCopies) -> None:
-        names = unpack_names(copies.names)
+        names, group = unpack_names(copies.names), copies.group
         for source, index in pairs(copies.pairs):
-            assert copies.source != DEVICE or source not in self.arriving
-            content, name = self._source(copies.source, copies.group, source), names[index]
+            assert copies.source != DEVICE or source not in self.arriving_in(group)
+            content, name = self._source(copies.source, group, source), names[index]
             (known_as,) = self._named({source: content})
             tokens = content[self.block_size - 1][1]
             assert name.hash == known_as == block_hash(name.parent, pack_int32s(tokens[-self.block_size :]))
             if not self.full:
-                self.storage[name.hash] = dict(content)
+                if group:
+                    self.stored_windows[name.hash, group] = dict(content)
+                else:
+                    self.storage[name.hash] = dict(content)
                 self.num_written += 1
 
     def inventory(self) -> dict[int, dict[BlockHash, int]]:

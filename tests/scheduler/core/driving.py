@@ -50,11 +50,18 @@ def executor_for(scheduler: Scheduler) -> CheckingExecutor:
 
 
 def num_stored(scheduler: Scheduler, executor: CheckingExecutor, request: Request) -> int:
-    """How many blocks of the request lie in the storage of the executor, from the beginning on."""
+    """How many blocks of the request lie in the storage of the executor, from the beginning on, up to a place where the
+    windows lie there too."""
     tokens = request.sequences[0].token_bytes() if request.sequences else request.prompt_token_ids.tobytes()
     root = scheduler.kv.pool.tree.root_hash(request.params.cache_salt)
     names = hash_chain(root, tokens, 4 * scheduler.kv.block_size)
-    return len(list(takewhile(lambda name: name in executor.storage, names)))
+    count = len(list(takewhile(lambda name: name in executor.storage, names)))
+
+    def has_windows(end: int) -> bool:
+        needed = ((one.number, one.first_needed(end * one.block_size)) for one in scheduler.kv.windows)
+        return all((name, group) in executor.stored_windows for group, first in needed for name in names[first:end])
+
+    return next((end for end in range(count, 0, -1) if has_windows(end)), 0)
 
 
 def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, limit: int = 10_000) -> int:

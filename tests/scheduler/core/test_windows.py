@@ -11,10 +11,10 @@ from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.snapshots import MARGIN
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
-from tests.scheduler.core.arenas import check_arena, check_tokens, create, drive_at_random
+from tests.scheduler.core.arenas import DISK_NAME, check_arena, check_tokens, create, drive_at_random
 from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
-from tests.scheduler.core.driving import executor_for, expected_tokens, run
+from tests.scheduler.core.driving import executor_for, expected_tokens, num_stored, run
 
 
 def begin(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], max_tokens: int = 3) -> Request:
@@ -105,6 +105,23 @@ def test_a_window_that_was_spoilt_in_the_host_is_computed_again() -> None:
     assert scheduler.kv.pool.counters.corrupt > 0
 
 
+def test_windows_come_back_from_the_disk() -> None:
+    scheduler = create(160, 1, (WindowShape(8, 1), WindowShape(9, 1, chunked=True)), disk=True, recovery="swap")
+    executor = executor_for(scheduler)
+    prompt = [*range(200)]
+    begin(scheduler, executor, prompt, 12)
+    for other in range(3):
+        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
+    again = create_request(prompt=[*prompt, 7, 7], max_tokens=3)
+    again.stored[DISK_NAME] = num_stored(scheduler, executor, again)
+    assert again.stored[DISK_NAME] == 50
+    scheduler.add(again)
+    run(scheduler, executor)
+    assert again.sequences[0].output_token_ids.tolist() == expected_tokens(again)
+    assert sum(again.cached_tokens.values()) == 200
+    assert executor.num_recalled > 50
+
+
 def test_the_host_keeps_what_snapshots_of_one_path_share_once() -> None:
     scheduler = create(160, 1, (WindowShape(80, 1),), host_pages=2000, recovery="swap")
     executor = executor_for(scheduler)
@@ -121,7 +138,7 @@ def test_the_host_keeps_what_snapshots_of_one_path_share_once() -> None:
     assert executor.num_windows_stored < 1.5 * pool.num_used
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32))
 def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
     """Sequences share prefixes, are preempted and aborted, and steps fail, in a small arena."""
@@ -134,7 +151,7 @@ def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
     needed = create(10**6, pages, windows, budget=budget).kv.room_for(longest)
     scheduler = create(
         needed + rng.randrange(60), pages, windows, budget=budget, seqs=rng.choice((1, 3, 8)),
-        eviction=rng.choice(("lru", "cost")), host_pages=rng.choice((0, 0, 10, needed, 4 * needed)),
+        eviction=rng.choice(("lru", "cost")), disk=rng.random() < 0.5, host_pages=rng.choice((0, 0, 10, needed, 4 * needed)),
         recovery=rng.choice(("auto", "swap", "both", "recompute")),
     )  # fmt: skip
     executor = executor_for(scheduler)
@@ -148,6 +165,8 @@ def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
     def copied() -> None:
         if rng.random() < 0.1:
             executor.spoilt_windows = set(range(0, 1000, 3))
+            for forgotten in [*executor.stored_windows][::3]:
+                del executor.stored_windows[forgotten]
         for message in executor.finish_copies(rng.randrange(4)):
             scheduler.copied(message)
 

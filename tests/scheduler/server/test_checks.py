@@ -5,8 +5,8 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.server import executor_checks
 from pagewise_scheduler.server.executor_checks import (
     MAX_FLEET_BLOCKS,

@@ -30,8 +30,8 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_RANKS, MAX_ROWS
 
-from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
+from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.server.sessions import MAX_TEXT, ImpossibleError, text_error
 
 MAX_EXECUTORS = 1024

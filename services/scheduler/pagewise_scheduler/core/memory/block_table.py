@@ -33,8 +33,9 @@ class CachedPrefix:
     tier, and the blocks ``offloaded``, which lie in tiers below the device; if there are any, no block is partial.
     ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too. ``junction``: the
     number of blocks on the device that the prompt has in common with others; behind some of them none can begin.
-    ``resume``: the block at whose end ``windows`` are, if they come from a snapshot. With windows, ``offloaded`` follows
-    ``blocks``, and also has the blocks on the device behind which the device has no snapshot.
+    ``resume``: the number of blocks at whose end ``windows`` are. With windows, ``offloaded`` has the blocks between
+    ``blocks`` and the last one behind which a tier of the executor has the windows, also the ones on the device;
+    ``path``: all blocks of the prompt in the prefix tree.
     """
 
     blocks: list[CachedBlock]
@@ -45,7 +46,8 @@ class CachedPrefix:
     gap: int = 0
     windows: tuple[WindowTable, ...] = ()
     junction: int = 0
-    resume: CachedBlock | None = None
+    resume: int = 0
+    path: list[CachedBlock] = field(default_factory=list)
 
 
 class BlockTable:

@@ -451,8 +451,8 @@ class PrefillSet:
                 # the blocks in lower tiers as cached. So all of these blocks are loaded.
                 plan = self._recoveries.choose(prefix, share)
                 plan.method = "load"
-        if kv.windows and plan.method == "load":
-            prefix = kv.with_offloaded(prefix)
+        if plan.method == "load":
+            prefix = kv.loaded_to(prefix, plan.end)
         self._plan.copy(kv.take(table, prefix))
         kv.expect_snapshots(table, prefix, sequence.num_tokens)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens

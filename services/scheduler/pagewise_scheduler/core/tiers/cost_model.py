@@ -337,14 +337,11 @@ class CostModel:
         after = max(self.small_step, self.compute_seconds(start + tokens, 1))
         return RecoveryEstimate(load, recompute, both, after, split)
 
-    def estimate_snapshot(
+    def estimate_at_once(
         self, start: int, num_blocks: int, num_loaded: int, link: Link, queued_blocks: int, share: float
     ) -> RecoveryEstimate:
-        """The ways to begin ``num_blocks`` blocks behind ``start`` others, with windows of the last tokens.
-
-        To load ``num_loaded`` blocks and as many bytes of windows brings all of them; computing goes through them. Not
-        both at once: the windows where the two meet would be of no use.
-        """
+        """The ways to get ``num_blocks`` blocks that follow ``start`` others: ``link`` brings ``num_loaded`` blocks of
+        all kinds, or all of them are computed."""
         load, size = link.seconds(num_loaded, queued_blocks), self.block_size
         recompute = self.compute_seconds(start * size, num_blocks * size, share)
         after = max(self.small_step, self.compute_seconds((start + num_blocks) * size, 1))

@@ -15,7 +15,7 @@ from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.tiers.snapshots import SnapshotPool
+from pagewise_scheduler.core.tiers.snapshots import SnapshotPool, nearest_pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Location, Tier
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
@@ -56,7 +56,7 @@ class GroupedKVCacheManager(KVCacheManager):
         each, arena = self.pages_per_block, Arena(size)
         self.host = SharedHostTier(number, size // each, tree, policy, counters, below, costs, self._demotion)
         self.host.share(arena, each, self._forget_snapshots)
-        self.host.can_begin = self._can_begin
+        self.host.can_begin = self.can_begin
         self.host.snapshots = tuple(
             SnapshotPool(group, number, one, self.block_size, arena, policy)
             for group, one in enumerate(self.shape.windows, 1)
@@ -74,6 +74,11 @@ class GroupedKVCacheManager(KVCacheManager):
             WindowGroup(number, one, self.block_size, shape.most_tokens, self._arena, policy, below)
             for number, (one, below) in enumerate(zip(shape.windows, lower, strict=True), 1)
         )
+        for tier in self.hashed.values():
+            tier.windows = self.windows
+        nearest = self.hashed[min(self.hashed)] if self.hashed else None
+        for group in self.windows if nearest is not None else ():
+            (group.below or group).evicted = nearest.write_snapshot
         return pool
 
     def _forget_snapshots(self, node: CachedBlock) -> None:
@@ -166,63 +171,58 @@ class GroupedKVCacheManager(KVCacheManager):
         length = junction = next((number for number, node in enumerate(blocks) if node.block < 0), len(blocks))
         while length and any(group.blocks_at(blocks[length - 1]) is None for group in self.windows):
             length -= 1
-        resume = blocks[length - 1] if length else None
-        windows = tuple(self._window_of(group, resume) for group in self.windows)
-        prefix = CachedPrefix(blocks[:length], -1, 0, length * self.block_size, windows=windows, resume=resume)
-        prefix.junction = junction
+        windows = tuple(self._window_of(group, blocks, length) for group in self.windows)
+        prefix = CachedPrefix(blocks[:length], -1, 0, length * self.block_size, windows=windows, resume=length)
+        prefix.junction, prefix.path = junction, blocks
         if self.host is not None:
             end = next((number for number, node in enumerate(blocks) if not node.num_tiers), len(blocks))
-            while end > length and not self._can_begin(blocks[end - 1]):
+            while end > length and not self.can_begin(blocks[end - 1]):
                 end -= 1
             prefix.offloaded = blocks[length:end]
         return prefix
 
-    def _can_begin(self, node: CachedBlock) -> bool:
-        """Whether the device or the host has the windows at the end of a node, of each group."""
-        return all(self._nearest(group, node) is not None for group in self.windows)
+    def can_begin(self, node: CachedBlock, *, device_only: bool = False) -> bool:
+        """Whether some tier has the windows with which a sequence begins behind a node; ``device_only``: the device."""
+        if device_only:
+            return all(group.blocks_at(node) is not None for group in self.windows)
+        return all(nearest_pool(group, node) is not None for group in self.windows)
 
     @staticmethod
-    def _nearest(group: WindowGroup, node: CachedBlock) -> SnapshotPool | None:
-        """The nearest pool of a group that has the window at the end of a node."""
-        pool: SnapshotPool | None = group
-        while pool is not None and pool.blocks_at(node) is None:
-            pool = pool.below
-        return pool
-
-    @staticmethod
-    def _window_of(group: WindowGroup, node: CachedBlock | None) -> WindowTable:
-        if node is None:
-            return WindowTable()
-        held = group.blocks_at(node)
+    def _window_of(group: WindowGroup, path: Sequence[CachedBlock], end: int) -> WindowTable:
+        """The window behind the first ``end`` blocks of a path, without blocks if the device does not have it."""
+        held = group.blocks_at(path[end - 1]) if 0 < end <= len(path) else None
         if held is None:
-            return WindowTable(group.first_needed(node.depth * group.block_size))
-        return WindowTable(node.depth - len(held), [*held])
+            return WindowTable(group.first_needed(end * group.block_size) if end else 0)
+        return WindowTable(end - len(held), [*held])
 
-    def with_offloaded(self, prefix: CachedPrefix) -> CachedPrefix:
-        """The prefix of a sequence that loads what ``prefix.offloaded`` and the windows at its end lack on the device.
-
-        Windows on the device are shared, and the others are empty: see ``reserve_windows``.
-        """
-        here = [*takewhile(lambda node: node.block >= 0, prefix.offloaded)]
-        blocks, resume = [*prefix.blocks, *here], prefix.offloaded[-1]
-        windows = tuple(self._window_of(group, resume) for group in self.windows)
-        found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size, prefix.offloaded[len(here) :])
-        found.windows, found.resume, found.junction = windows, resume, prefix.junction
+    def loaded_to(self, prefix: CachedPrefix, end: int) -> CachedPrefix:
+        """The prefix of a sequence that loads what the device lacks to begin behind ``end`` blocks: the blocks and the
+        windows that it has. The sequence shares them."""
+        blocks = [*takewhile(lambda node: node.block >= 0, prefix.path[:end])]
+        windows = tuple(self._window_of(group, prefix.path, end) for group in self.windows)
+        found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size, windows=windows, resume=end)
+        found.junction, found.path, found.offloaded = prefix.junction, prefix.path, prefix.path[len(blocks) : end]
         return found
 
-    def hold_windows(self, prefix: CachedPrefix) -> list[list[Location]]:
-        """Hold the windows that a sequence with this prefix loads, of each group: empty if the device has it."""
+    def num_lacking_in_windows(self, node: CachedBlock | None, end: int) -> int:
+        """How many blocks of full layers have as many bytes as the windows behind ``end`` blocks that the device lacks.
+
+        ``node``: of the last of them, if the prefix tree has it.
+        """
+        pages = 0
+        for group in self.windows:
+            if node is None or group.blocks_at(node) is None:
+                pages += (end - group.first_needed(end * self.block_size)) * group.pages_per_block
+        return -(-pages // self.pages_per_block)
+
+    def hold_windows(self, node: CachedBlock, groups: Sequence[int]) -> list[list[Location]]:
+        """Hold the windows at the end of a node in the tier below the device, of each of ``groups``."""
         assert self.host is not None
-        assert prefix.resume is not None
         held: list[list[Location]] = []
-        for group, one in zip(self.windows, prefix.windows, strict=True):
-            pool = self._nearest(group, prefix.resume)
-            blocks = (pool.blocks_at(prefix.resume) or []) if pool is not None and pool is not group else []
-            if pool is not None:
-                pool.pin(blocks)
-            number = group.number
-            held.append([Location(self.host, HOST, block, prefix.resume, group=number) for block in blocks])
-            assert len(one.blocks) + len(blocks) == prefix.resume.depth - one.first, "a window is not there any more"
+        for number in groups:
+            pool = self.host.snapshots[number - 1]
+            pool.pin(blocks := pool.blocks_at(node) or [])
+            held.append([Location(self.host, pool.tier, block, node, group=number) for block in blocks])
         return held
 
     def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
@@ -234,16 +234,6 @@ class GroupedKVCacheManager(KVCacheManager):
                 one.blocks, copies = group.reserve(len(locations))
                 made += copies
         return made
-
-    def lacking(self, offloaded: Sequence[CachedBlock]) -> tuple[list[CachedBlock], int]:
-        """The blocks of ``offloaded`` that the device lacks, and how many blocks of full layers have as many bytes as
-        the windows that it lacks at their end."""
-        blocks, pages = [node for node in offloaded if node.block < 0], 0
-        for group in self.windows if offloaded else ():
-            if group.blocks_at(offloaded[-1]) is None:
-                needed = offloaded[-1].depth - group.first_needed(offloaded[-1].depth * self.block_size)
-                pages += needed * group.pages_per_block
-        return blocks, -(-pages // self.pages_per_block)
 
     def nothing(self) -> CachedPrefix:
         """Return the prefix of a sequence that begins with nothing."""
@@ -284,8 +274,8 @@ class GroupedKVCacheManager(KVCacheManager):
         for group, one, held in zip(self.windows, table.windows, prefix.windows, strict=True):
             group.pin(held.blocks)
             one.first, one.blocks = held.first, held.blocks
-            if prefix.resume is not None:
-                group.used(prefix.resume)
+            if 0 < prefix.resume <= len(prefix.path):
+                group.used(prefix.path[prefix.resume - 1])
         made = [*super().take(table, prefix)]
         for group, one in zip(self.windows, table.windows, strict=True) if prefix.partial_tokens else ():
             (target,), copies = group.reserve(1)
@@ -299,11 +289,8 @@ class GroupedKVCacheManager(KVCacheManager):
 
         They are at its end, and where it leaves the path of others, unless the snapshot at its end will do.
         """
-        end, begin = num_tokens // self.block_size, len(prefix.blocks)
-        if prefix.resume is not None and prefix.resume.depth > begin:
-            begin = prefix.resume.depth
-        loaded = begin and any(not one.blocks for one in prefix.windows)
-        table.due = [begin] if loaded else []
+        end, begin = num_tokens // self.block_size, max(prefix.resume, len(prefix.blocks))
+        table.due = [begin] if begin and any(not one.blocks for one in prefix.windows) else []
         table.due += [prefix.junction] if begin < prefix.junction < end - self.windows[0].margin else []
         table.due += [end] if begin < end else []
 

@@ -277,17 +277,24 @@ class KVCacheManager:
         table.blocks = [*shared, target]
         return (*copies, (DEVICE, source, DEVICE, target, 0))
 
-    def with_offloaded(self, prefix: CachedPrefix) -> CachedPrefix:
-        """The prefix of a sequence that loads the windows at the end of ``prefix.offloaded``."""
+    def can_begin(self, node: CachedBlock, *, device_only: bool = False) -> bool:
+        """Whether some tier has the windows with which a sequence begins behind a node; ``device_only``: the device."""
+        return True
+
+    def loaded_to(self, prefix: CachedPrefix, end: int) -> CachedPrefix:
+        """The prefix of a sequence that loads what the device lacks to begin behind ``end`` blocks: the blocks and the
+        windows that it has. The sequence shares them."""
         return prefix
 
-    def lacking(self, offloaded: Sequence[CachedBlock]) -> tuple[list[CachedBlock], int]:
-        """The blocks of ``offloaded`` that the device lacks, and how many blocks of full layers have as many bytes as
-        the windows that it lacks at their end."""
-        return [*offloaded], 0
+    def num_lacking_in_windows(self, node: CachedBlock | None, end: int) -> int:
+        """How many blocks of full layers have as many bytes as the windows behind ``end`` blocks that the device lacks.
 
-    def hold_windows(self, prefix: CachedPrefix) -> list[list[Location]]:
-        """Hold the windows that a sequence with this prefix loads, of each group: empty if the device has it."""
+        ``node``: of the last of them, if the prefix tree has it.
+        """
+        return 0
+
+    def hold_windows(self, node: CachedBlock, groups: Sequence[int]) -> list[list[Location]]:
+        """Hold the windows at the end of a node in the tier below the device, of each of ``groups``."""
         return []
 
     def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:

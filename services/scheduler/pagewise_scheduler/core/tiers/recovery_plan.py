@@ -16,16 +16,26 @@ RecoveryMode = Literal["auto", "swap", "recompute", "both"]
 _WORTH_BOTH = 0.975
 
 
+HoldWindows = Callable[[Sequence[int]], list[list[Location]]]
+"""Holds the windows of these groups of layers at some place; returns where the blocks of each group are."""
+
+
+def _no_windows(groups: Sequence[int]) -> list[list[Location]]:
+    return []
+
+
 class Offer(NamedTuple):
     """The blocks ``start`` to ``stop`` of a prompt, which lie in one tier.
 
     ``hold``: of two indices in the prompt, holds the blocks between them in the tier, and returns their places.
+    ``windows``: holds the windows at ``stop``, if the model has windowed layers.
     """
 
     source: Source
     start: int
     stop: int
     hold: Callable[[int, int], list[Location]]
+    windows: HoldWindows = _no_windows
 
     def part(self, start: int, stop: int) -> "Offer":
         """The part of these blocks from ``start`` to ``stop``."""
@@ -48,12 +58,14 @@ class RecoveryPlan:
     """How blocks are to come back: ``parts`` of tiers, one after the other.
 
     ``start``: blocks on the device. The blocks between them and ``first`` lie in no tier and have to be computed.
+    ``windows``: of a model with windowed layers: holds those at the end of the plan.
     """
 
     method: Method
     parts: list[Offer] = field(default_factory=list)
     start: int = 0
     estimate: RecoveryEstimate | None = None
+    windows: HoldWindows | None = None
 
     @property
     def first(self) -> int:

@@ -9,7 +9,7 @@ A snapshot that the device evicts goes to host memory, as far as the blocks of t
 host memory snapshots of one path share the blocks that they have in common, which the nodes of the path name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, EvictionQueue
@@ -58,7 +58,7 @@ class SnapshotPool:
     """The blocks of the layers of one window in one tier, with ids 0 <= id < ``num_blocks``, in the tier's arena.
 
     ``number``: of the group on the wire. ``tier``: its number. ``below``: the group's pool in the next tier down, to
-    which evicted snapshots go. ``at``: the snapshot with which a sequence begins behind a node. A block has *users*,
+    which evicted snapshots go; ``evicted``: is called with them if there is none. ``at``: the snapshot with which a sequence begins behind a node. A block has *users*,
     which are tables that hold it and copies that read or write it, and snapshots; without users it is cached, and
     without both it is free.
     """
@@ -76,6 +76,7 @@ class SnapshotPool:
         self.number, self.tier, self.block_size, self.below = number, tier, block_size, below
         self.window, self.pages_per_block, self.chunked = shape
         self.num_blocks = self.num_unmapped = arena.num_pages // self.pages_per_block
+        self.evicted: Callable[[Snapshot, SnapshotPool, list[BlockCopy]], None] | None = None
         self.at: dict[CachedBlock, Snapshot] = {}
         self._arena, self._policy = arena, policy
         self._users, self._snapshots = [0] * self.num_blocks, [0] * self.num_blocks
@@ -224,6 +225,8 @@ class SnapshotPool:
             return False
         if self.below is not None:
             self.below.take_over(snapshot, self.tier, copies)
+        elif self.evicted is not None:
+            self.evicted(snapshot, self, copies)
         if snapshot.points:  # else room was made below for it by blocks of its path
             self._drop_snapshot(snapshot)
         return True
@@ -252,3 +255,10 @@ class SnapshotPool:
             points = [point for point in snapshot.points if point not in self.at]
             self._add(Snapshot(points, first, [self._block_of[one] for one in path], snapshot.since))
         self.release(known)
+
+
+def nearest_pool(pool: SnapshotPool | None, node: CachedBlock) -> SnapshotPool | None:
+    """The first of ``pool`` and the pools below it that has the blocks with which a sequence begins behind a node."""
+    while pool is not None and pool.blocks_at(node) is None:
+        pool = pool.below
+    return pool
