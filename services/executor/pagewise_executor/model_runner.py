@@ -160,7 +160,7 @@ class ModelRunner:
         backend = backend_of(config, loaded.kernels)
         kv_dtype = kv_dtype_for(config, loaded.dtype, backend, loaded.device)
         self._layout = layout_of(config, backend)
-        self._pages = choose_pages(config, loaded, kv_dtype, exchanges=exchange is not None)
+        self._pages = choose_pages(config, loaded, kv_dtype)
         if self._pages is not None:
             self._layout = backend.layout_in_pages
             loaded.rotations, loaded.no_segments = [], _NO_SEGMENTS

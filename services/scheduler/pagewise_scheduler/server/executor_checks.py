@@ -8,7 +8,7 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, mul
 
 import msgspec
 from pagewise_shared.block_hash import HASH_BYTES
@@ -172,7 +172,7 @@ def _num_blocks(hello: Hello) -> int:
 
 def costs_of(hello: Hello) -> Costs:
     """Return the costs that the executor has measured, in seconds, and estimates of the rest."""
-    tiers = copy_costs(hello.tiers)
+    tiers = copy_costs(hello.tiers, hello.groups[0].pages_per_block if hello.groups else 1)
     if hello.costs is None:
         return Costs(tiers=tiers)
     steps = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
@@ -188,11 +188,10 @@ def sizes_of(hello: Hello) -> dict[int, int | str]:
     }
 
 
-def copy_costs(tiers: Iterable[TierInfo]) -> dict[int, CopyCosts]:
-    """Return the measured costs of copies to and from tiers, in seconds, by the tier's number."""
-    return {
-        tier.number: CopyCosts(*(value * 1e-6 for value in _measured(tier))) for tier in tiers if any(_measured(tier))
-    }
+def copy_costs(tiers: Iterable[TierInfo], pages_per_block: int = 1) -> dict[int, CopyCosts]:
+    """Return the measured costs of copies of blocks to and from tiers, in seconds, by the tier's number."""
+    units = 1e-6, 1e-6 * pages_per_block, 1e-6, 1e-6 * pages_per_block
+    return {tier.number: CopyCosts(*map(mul, _measured(tier), units)) for tier in tiers if any(_measured(tier))}
 
 
 # ---- results -----------------------------------------------------------------------------------------

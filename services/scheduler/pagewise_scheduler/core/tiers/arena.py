@@ -227,6 +227,11 @@ class SharedHostTier(_Shared, HostTier):
     snapshots: "Sequence[SnapshotPool]" = ()
     can_begin: Callable[[CachedBlock], bool]
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Pages of the tier, and those that hold something."""
+        return self.arena.num_pages, self.arena.num_pages - self.arena.num_free
+
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
         """Take over a block that ``source`` evicts, if a hit can use it.
 

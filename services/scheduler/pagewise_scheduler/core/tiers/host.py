@@ -48,6 +48,12 @@ class HostTier(Pool, Tier):
         # How many children of each block's node lie here too; of no interest where nothing can go further down.
         self._num_children = [0] * num_blocks if self.lower else []
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The size of the tier, and how much of it holds something: blocks, or pages if several groups of layers share
+        it."""
+        return self.num_blocks, self.num_used
+
     # ---- copies to this tier -------------------------------------------------------------------------
 
     def holds(self, node: CachedBlock) -> bool:
