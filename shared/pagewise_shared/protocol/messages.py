@@ -190,19 +190,25 @@ class Hello(Message, frozen=True):
 
 
 class NamedBlocks(Piece, frozen=True):
-    """Full blocks of one tier.
+    """Full blocks of one tier and one group of layers.
 
     Fields:
-        tier: its number. blocks: their ids (int32 bytes). hashes: their block hashes in the same order (32 bytes each).
+        tier: its number. blocks: their ids (int32 bytes). hashes: their block hashes in the same order (32 bytes each):
+            blocks of all groups that hold the same tokens behind the same prefix have the same hash. group: of layers.
     """
 
     tier: int
     blocks: bytes
     hashes: bytes
+    group: int = 0
 
 
 class Inventory(Piece, frozen=True):
-    """Full blocks whose content an executor knows, of each tier that has some."""
+    """Full blocks whose content an executor knows, of each tier and group of layers that has some.
+
+    An executor with several groups offers a block if it holds all of the block's pages, and offers a hash only once for
+    each tier and group.
+    """
 
     tiers: Annotated[tuple[NamedBlocks, ...], Meta(max_length=MAX_TIERS)] = ()
 
@@ -282,7 +288,7 @@ class StepResult(Message, frozen=True):
 
 
 class Copied(Message, frozen=True):
-    """The executor has made one list of a step's copies, which ``source``, ``target`` and ``peer`` identify.
+    """The executor has made one list of a step's copies, which ``source``, ``target``, ``peer`` and ``group`` identify.
 
     Several such lists of a step are confirmed in the order of the plan.
 
@@ -308,7 +314,8 @@ class Copied(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Answers ``LookUp``: the tier probably holds the first ``num_blocks`` full blocks of the prefix."""
+    """Answers ``LookUp``: the tier probably holds the first ``num_blocks`` full blocks of the prefix, and if there are
+    several groups of layers, also the windows with which a sequence begins behind these blocks."""
 
     epoch: int
     number: int
@@ -573,7 +580,7 @@ class LookUp(Message, frozen=True):
     """Ask how much of a prefix one of ``HASH_TIERS`` holds; ``Found`` with the same ``number`` answers.
 
     ``tier``: its number. ``root``: the parent hash of the prefix's first block. ``tokens``: of the prefix (int32
-    bytes).
+    bytes), behind whose full blocks a sequence may begin.
     """
 
     epoch: int

@@ -65,6 +65,16 @@ def test_ranks_may_be_steps_apart_and_confirm_the_same_copies_twice() -> None:
     assert len(reported) == 3
 
 
+def test_copies_of_groups_of_layers_are_confirmed_apart() -> None:
+    agreed, reported = agreement(2)
+    agreed.add(0, Copied(3, 1, HOST, DEVICE, bad=pack_int32s([5])))
+    agreed.add(0, Copied(3, 1, HOST, DEVICE, group=1))
+    agreed.add(1, Copied(3, 1, HOST, DEVICE, group=1))
+    assert reported == [Copied(3, 1, HOST, DEVICE, group=1)]
+    agreed.add(1, Copied(3, 1, HOST, DEVICE))
+    assert reported[1:] == [Copied(3, 1, HOST, DEVICE, bad=pack_int32s([5]))]
+
+
 def test_what_was_said_of_another_epoch_is_forgotten() -> None:
     agreed, reported = agreement(2)
     agreed.add(0, copied(epoch=3))

@@ -96,7 +96,9 @@ def test_blocks_go_to_the_host_and_come_back(model_path: Path) -> None:
         BlockCopies(DEVICE, HOST, pack_int32s([1, 0, 4, 3])),
         BlockCopies(DEVICE, HOST, pack_int32s([6, 1, 2, 0]), group=1),
     )
-    assert [(one.source, one.target, one.bad) for one in told] == [(DEVICE, HOST, b"")] * 2
+    assert [(one.source, one.target, one.group, one.bad) for one in told] == [
+        (DEVICE, HOST, 0, b""), (DEVICE, HOST, 1, b"")
+    ]  # fmt: skip
     told = played.copy(
         BlockCopies(HOST, DEVICE, pack_int32s([3, 9, 0, 8])),
         BlockCopies(HOST, DEVICE, pack_int32s([0, 9, 1, 8]), group=1),

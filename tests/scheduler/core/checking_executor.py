@@ -293,18 +293,8 @@ class CheckingExecutor:
             elif copies.target == DEVICE:
                 bad = self._load(copies)
             peer = copies.peer.endpoint if copies.peer is not None else ""
-            messages.append(
-                Copied(
-                    plan.epoch,
-                    plan.step,
-                    copies.source,
-                    copies.target,
-                    peer,
-                    self.elapsed_us,
-                    pack_int32s(bad),
-                    group=copies.group,
-                )
-            )
+            told = (copies.source, copies.target, peer, self.elapsed_us, pack_int32s(bad))
+            messages.append(Copied(plan.epoch, plan.step, *told, group=copies.group))
         return messages
 
     def _load(self, copies: BlockCopies) -> list[int]:

@@ -73,7 +73,7 @@ class Agreement:
 def _key(message: Answer) -> _Key:
     if isinstance(message, Found | AdapterLoaded):
         return type(message), message.epoch, message.number
-    return Copied, message.epoch, message.step, message.source, message.target, message.peer
+    return Copied, message.epoch, message.step, message.source, message.target, message.peer, message.group
 
 
 def _joined(messages: Sequence[Any]) -> Answer:

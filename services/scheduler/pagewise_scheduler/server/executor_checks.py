@@ -11,7 +11,7 @@ from itertools import pairwise
 from operator import attrgetter, mul
 
 import msgspec
-from pagewise_shared.block_hash import HASH_BYTES
+from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.protocol import (
     DEVICE,
     HASH_TIERS,
@@ -21,9 +21,11 @@ from pagewise_shared.protocol import (
     AdapterLoaded,
     Copied,
     Hello,
+    LayerGroup,
     StepResult,
     TierInfo,
     TokenLogprobs,
+    named_blocks,
     tier_name,
     unpack_float32s,
     unpack_int32s,
@@ -162,6 +164,37 @@ def incompatibility(hello: Hello, others: list[Hello], fingerprint: str | None) 
     if any(other.vocab_size != hello.vocab_size for other in others):
         return f"its vocabulary of {hello.vocab_size} is not the fleet's"
     return None
+
+
+def checked_inventory(hello: Hello) -> list[dict[int, dict[BlockHash, int]]]:
+    """Return the block ids of a Hello's inventory by block hash, for each group of layers and each tier number.
+
+    Raises:
+        ProtocolError: the inventory names a group or a tier with ids that does not exist, a block that the group does
+            not have there, or one twice; or an executor with several groups offers more pages than a tier has.
+    """
+    inventory, groups = hello.inventory, hello.groups or (LayerGroup(1, 1),)
+    if inventory is None:
+        return [{} for _ in groups]
+    sizes = {DEVICE: hello.num_pages or hello.num_blocks, **{tier.number: tier.num_blocks for tier in hello.tiers}}
+    if any(not (0 <= one.group < len(groups) and sizes.get(one.tier)) for one in inventory.tiers):
+        raise ImpossibleError(f"an inventory of a tier, or of a group of {len(groups)}, that does not exist")
+    found = [named_blocks(inventory, number) for number in range(len(groups))]
+    num_offered = {(one.tier, one.group): len(one.blocks) // 4 for one in inventory.tiers}
+    for tier, size in sizes.items():
+        pages = 0
+        for number, (group, by_tier) in enumerate(zip(groups, found, strict=True)):
+            held, most = by_tier.get(tier, {}), size // group.pages_per_block
+            # An executor with one group may offer a hash twice: one of the blocks is taken, the other counts as free.
+            count = num_offered.get((tier, number), 0) if hello.groups else len(held)
+            if len(set(held.values())) != count or any(not 0 <= block < most for block in held.values()):
+                raise ImpossibleError(
+                    f"{count} blocks of group {number} in {tier_name(tier)}, not {most} different ones"
+                )
+            pages += count * group.pages_per_block
+        if pages > size:
+            raise ImpossibleError(f"blocks of {pages} pages in {tier_name(tier)}, which has {size}")
+    return found
 
 
 def _num_blocks(hello: Hello) -> int:

@@ -18,12 +18,10 @@ from pagewise_shared.protocol import (
     GrammarCompiled,
     Heartbeat,
     Hello,
-    Inventory,
     Leaving,
     Message,
     Rejoin,
     StepResult,
-    named_blocks,
     tier_name,
 )
 
@@ -39,6 +37,7 @@ from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.executor_checks import (
     check_copies,
     check_loaded,
+    checked_inventory,
     checked_tokens,
     costs_of,
     hello_error,
@@ -215,7 +214,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self.enter(session)
         self._session_of[executor] = session
         self._share(executor, key)
-        keeps = hello.inventory is not None and not hello.groups and self._expect(executor, hello.inventory)
+        keeps = hello.inventory is not None and not hello.groups and self._expect(executor)
         self.socket.send(identity, executor.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info("executor %s joined: %s", hello.executor_id, _described(hello))
         self.router.joined(executor)
@@ -230,11 +229,11 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
             # When other executors have read its blocks, there may be room again for sequences that had to wait.
             scheduler.recoveries.join(self.directory, Peer(endpoint, block_format, scheduler, executor.touch, key))
 
-    def _expect(self, executor: ExecutorHandle, inventory: Inventory) -> bool:
+    def _expect(self, executor: ExecutorHandle) -> bool:
         """Restore the inventory of an executor; return False if it is not usable."""
         kv = executor.scheduler.kv
         try:
-            kv.expect(named_blocks(inventory))
+            kv.expect(checked_inventory(executor.hello)[0])
         except (ValueError, ProtocolError) as error:
             self.metrics.frames_dropped("bad_inventory").inc()
             log.warning("executor %s has an invalid inventory: %s", executor.executor_id, error)
