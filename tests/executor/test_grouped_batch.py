@@ -13,8 +13,8 @@ from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
+from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_shared.config import ExecutorConfig, SpeculativeConfig
 from pagewise_shared.protocol import (
     DEVICE,

@@ -42,7 +42,7 @@ def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[l
     inventory = runner.inventory()
     assert inventory is not None
     second = scheduler_for(runner, 400)
-    second.kv.expect(named_blocks(inventory))
+    second.kv.expect([named_blocks(inventory)])
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, second)
     assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected
@@ -50,7 +50,7 @@ def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[l
     # What was generated has names too: a conversation goes on where it was.
     longer = request(PROMPTS[0] + expected[0] + [5], 4, name="longer")
     third = scheduler_for(runner, 400)
-    third.kv.expect(named_blocks(runner.inventory()))  # type: ignore[arg-type]
+    third.kv.expect([named_blocks(runner.inventory())])  # type: ignore[arg-type]
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     drive(runner, third, [longer])
     assert longer.num_cached_tokens == 72
@@ -124,7 +124,7 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
         for block in named[HOST].values():
             host_of(runner).memory.slot(block)[0] ^= 1
     scheduler = scheduler_for(runner, 40)
-    scheduler.kv.expect(named)
+    scheduler.kv.expect([named])
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, scheduler)
     assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.protocol import DEVICE, Hello, LayerGroup, NewSequence, StepPlan, pack_int32s
 from pagewise_shared.sampling import SamplingParams
@@ -236,7 +237,13 @@ class GroupedBatch(InputBatch):
         jobs = checked_copies(plan, self._sizes)
         sources = [self._sources(job) for job in jobs]
         self._unmap(int32s(plan.unmapped))
-        made = [self._of_pages(job, pages) for job, pages in zip(jobs, sources, strict=True)]
+        made = list[PageCopyJob]()
+        written = dict[tuple[int, int], Int32s]()  # by the lists so far, in each tier and group
+        for job, pages in zip(jobs, sources, strict=True):
+            before = written.get((job.source, job.group), job.pairs[:0, 0])
+            made.append(self._of_pages(job, pages, np.isin(job.pairs[:, 0], before)))
+            to = job.target, job.group
+            written[to] = np.concatenate([written.get(to, job.pairs[:0, 1]), job.pairs[:, 1]])
         inside = [job for job in made if job.source == job.target == DEVICE and job.peer is None]
         down = [job for job in made if job.target != DEVICE]
         up = [job for job in made if job.target == DEVICE and (job.source != DEVICE or job.peer is not None)]
@@ -268,17 +275,18 @@ class GroupedBatch(InputBatch):
         each = self.groups[group].pages_per_block
         return (blocks[:, None] * each + np.arange(each)).astype(np.int32)
 
-    def _of_pages(self, job: CopyJob, sources: Int32s) -> PageCopyJob:
+    def _of_pages(self, job: CopyJob, sources: Int32s, written: npt.NDArray[np.bool_]) -> PageCopyJob:
         """Return a list of copies as copies of pages. ``sources``: the pages before the plan, null where there were
-        none: then the source is a target of an earlier list of the plan."""
+        none. ``written``: whether the source is a target of an earlier list of the plan, so that its pages are those
+        of the plan."""
         group, targets, names = job.group, job.pairs[:, 1], job.names
         if job.target in self._maps:
             pages = self._maps[job.target].map(group, targets)
         else:
             pages = self._numbered(group, targets)
         if job.peer is None and job.source in self._maps:
-            if (unknown := sources[:, 0] == NULL_PAGE).any():
-                sources[unknown] = self._maps[job.source].pages(group, job.pairs[unknown, 0])
+            if written.any():
+                sources[written] = self._maps[job.source].pages(group, job.pairs[written, 0])
             if not sources.all():
                 raise InvalidPlanError(f"a block of group {group} is copied that has no pages")
         if names:

@@ -556,7 +556,8 @@ class GroupedStepPlan(StepPlan, frozen=True):
         unmapped: blocks whose pages go to other blocks in this step (int32 bytes: tier, group, block). An executor with
             several groups gives pages to a block when a plan names it first, and keeps them until the block is
             unmapped or, when the epoch ends, is not in an inventory that stays valid. Blocks without pages may be
-            unmapped too. Sources of the plan's copies still lie in their pages; all else follows the new mapping.
+            unmapped too. A source of the plan's copies still lies in its pages, unless an earlier list of the plan has
+            written it; all else follows the new mapping.
     """
 
     windows: bytes = b""

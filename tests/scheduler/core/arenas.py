@@ -17,7 +17,6 @@ from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import check_states, expected_tokens, num_stored
 
-
 DISK_NAME = "a disk"
 
 
@@ -56,6 +55,9 @@ def check_arena(scheduler: Scheduler) -> None:
                     held[block] += 1
             users = [group.users(block) for block in range(group.num_blocks)]
             assert held == group._snapshots
+            for block in group.recoverable.values():
+                assert not held[block]
+                held[block] = 1
             assert group.num_cached == sum(1 for number, user in zip(held, users, strict=True) if number and not user)
             free = set(group._free)
             assert len(free) == len(group._free)

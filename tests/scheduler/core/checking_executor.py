@@ -100,23 +100,28 @@ class CheckingExecutor:
         self.stored_windows: dict[tuple[BlockHash, int], Content] = {}
         self.full = False
         self.in_flight: Callable[[], set[int]] = set
+        self.most_mapped = 0
         self.reset()
 
     def reset(self, epoch: int = 1, *, keeps_blocks: bool = False) -> None:
-        self.mapped = self._mapped_in(self.inventory()[DEVICE].values()) if keeps_blocks else {}
-        if not keeps_blocks:
+        self.mapped: dict[tuple[int, int, int], int] = {}
+        if keeps_blocks:
+            for group, by_tier in enumerate(self.inventory()):
+                for tier in (DEVICE, HOST):
+                    self._map(group, by_tier.get(tier, {}).values(), tier)
+        else:
             self.tiers: dict[int, dict[int, Content]] = {tier: {} for tier in self.num_blocks}
+            self.windowed: list[dict[int, Content]] = [{} for _ in self.window_shapes]
+            self.windowed_on_host: list[dict[int, Content]] = [{} for _ in self.window_shapes]
         self.epoch = epoch
         self.rows: dict[int, Row] = {}
-        self.windowed: list[dict[int, Content]] = [{} for _ in self.window_shapes]
-        self.windowed_on_host: list[dict[int, Content]] = [{} for _ in self.window_shapes]
         self._unmapped: dict[tuple[int, int, int], Content] = {}  # by the present plan
         self.decoding: dict[int, None] = {}
         self.last_step = 0
         self.touched: dict[int, set[int]] = {}  # by each step in flight
         self.written: dict[int, set[int]] = {}
         self.copying: list[tuple[StepPlan, BlockCopies]] = []  # with the plans that asked for them
-        self.num_unmapped = self.most_mapped = 0
+        self.num_unmapped = 0
         self.num_windows_loaded = self.num_windows_stored = 0
         self.num_fetched = self.num_drafted = self.num_accepted = 0
         self.num_computed = self.num_moved = self.num_stored = self.num_loaded = self.num_written = (
@@ -142,9 +147,6 @@ class CheckingExecutor:
         return {target for one in loads for _, target in pairs(one.pairs)}
 
     # ---- pages ---------------------------------------------------------------------------------------
-
-    def _mapped_in(self, blocks: Iterable[int]) -> dict[tuple[int, int, int], int]:
-        return {(DEVICE, 0, block): self.shape.pages_per_block for block in blocks} if self.shape is not None else {}
 
     def _held(self, tier: int, group: int) -> dict[int, Content]:
         if not group:
@@ -199,6 +201,8 @@ class CheckingExecutor:
                 self._copy(plan, copies)
             if copies.target in (DEVICE, HOST):
                 self._map(copies.group, (target for _, target in pairs(copies.pairs)), copies.target)
+            for _, target in pairs(copies.pairs) if copies.target == HOST else ():
+                self._unmapped.pop((HOST, copies.group, target), None)
         for copies, contents in zip(inside, read, strict=True):
             self._held(DEVICE, copies.group).update(
                 zip((target for _, target in pairs(copies.pairs)), contents, strict=True)
@@ -357,11 +361,15 @@ class CheckingExecutor:
                     self.storage[name.hash] = dict(content)
                 self.num_written += 1
 
-    def inventory(self) -> dict[int, dict[BlockHash, int]]:
-        """What the full blocks of each tier are called."""
-        arriving = self.arriving
-        device = {block: content for block, content in self.blocks.items() if block not in arriving}
-        return {tier: self._named(device if tier == DEVICE else held) for tier, held in self.tiers.items()}
+    def inventory(self) -> list[dict[int, dict[BlockHash, int]]]:
+        """What the full blocks of each group are called, in each tier."""
+        named: list[dict[int, dict[BlockHash, int]]] = []
+        for group in range(1 + len(self.window_shapes)):
+            arriving = self.arriving_in(group)
+            device = {block: held for block, held in self._held(DEVICE, group).items() if block not in arriving}
+            lower = {tier: self._held(tier, group) for tier in (self.tiers if not group else (HOST,)) if tier != DEVICE}
+            named.append({tier: self._named(held) for tier, held in ({DEVICE: device} | lower).items()})
+        return named
 
     def _named(self, blocks: dict[int, Content]) -> dict[BlockHash, int]:
         names: dict[BlockHash, int] = {}

@@ -191,7 +191,7 @@ def test_blocks_from_before_are_found_by_their_hashes() -> None:
     node.executor.reset(keeps_blocks=True)
     fresh = create_scheduler(num_blocks=20, num_host_blocks=8, recovery="swap")
     fresh.kv.expect(inventory)
-    assert fresh.kv.pool.num_cached == len(inventory[DEVICE]) > 0
+    assert fresh.kv.pool.num_cached == len(inventory[0][DEVICE]) > 0
     request = create_request(prompt=prompt, max_tokens=3)
     fresh.add(request)
     run(fresh, node.executor)
@@ -206,13 +206,13 @@ def test_blocks_on_the_host_outlive_the_device() -> None:
     prompt = list(range(50))
     serve(node, prompt)
     serve(node, list(range(100, 140)))
-    host = node.executor.inventory()[HOST]
+    host = node.executor.inventory()[0][HOST]
     node.executor.reset(keeps_blocks=True)
     node.executor.blocks.clear()
     computed = node.executor.num_computed
     for recovery in ("swap", "both"):
         fresh = create_scheduler(num_blocks=20, num_host_blocks=40, recovery=recovery)  # type: ignore[arg-type]
-        fresh.kv.expect({HOST: dict(host)})
+        fresh.kv.expect([{HOST: dict(host)}])
         node.executor.reset(keeps_blocks=True)
         request = create_request(prompt=prompt, max_tokens=3)
         fresh.add(request)

@@ -214,7 +214,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self.enter(session)
         self._session_of[executor] = session
         self._share(executor, key)
-        keeps = hello.inventory is not None and not hello.groups and self._expect(executor)
+        keeps = hello.inventory is not None and self._expect(executor)
         self.socket.send(identity, executor.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info("executor %s joined: %s", hello.executor_id, _described(hello))
         self.router.joined(executor)
@@ -233,7 +233,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         """Restore the inventory of an executor; return False if it is not usable."""
         kv = executor.scheduler.kv
         try:
-            kv.expect(checked_inventory(executor.hello)[0])
+            kv.expect(checked_inventory(executor.hello))
         except (ValueError, ProtocolError) as error:
             self.metrics.frames_dropped("bad_inventory").inc()
             log.warning("executor %s has an invalid inventory: %s", executor.executor_id, error)

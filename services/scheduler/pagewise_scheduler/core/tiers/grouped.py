@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import chain, takewhile
 
+from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, pack_int32s
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix, WindowTable
@@ -53,6 +54,7 @@ class GroupedKVCacheManager(KVCacheManager):
         costs: TierCosts,
     ) -> HostTier:
         """A tier of ``size`` pages below the device."""
+        assert self.host is None, "windows go to one tier with ids"
         each, arena = self.pages_per_block, Arena(size)
         self.host = SharedHostTier(number, size // each, tree, policy, counters, below, costs, self._demotion)
         self.host.share(arena, each, self._forget_snapshots)
@@ -80,6 +82,11 @@ class GroupedKVCacheManager(KVCacheManager):
         for group in self.windows if nearest is not None else ():
             (group.below or group).evicted = nearest.write_snapshot
         return pool
+
+    def forget(self) -> None:
+        """The executor has lost its KV, as ``KVCacheManager`` describes."""
+        self.host = None
+        super().forget()
 
     def _forget_snapshots(self, node: CachedBlock) -> None:
         for group in self.windows:
@@ -159,6 +166,23 @@ class GroupedKVCacheManager(KVCacheManager):
         for arena in arenas.values() if taken else ():
             arena.unmapped = {}
         return pack_int32s([*chain.from_iterable(taken)]) if taken else b""
+
+    # ---- recoverable blocks --------------------------------------------------------------------------
+
+    def expect(self, inventory: Sequence[Mapping[int, dict[BlockHash, int]]]) -> None:
+        """The executor has offered these blocks, as ``KVCacheManager`` describes."""
+        super().expect(inventory)
+        for group, offered in zip(self.windows, inventory[1:], strict=True):
+            for pool in (group, group.below):
+                if pool is not None and (named := offered.get(pool.tier)):
+                    pool.expect(named)
+
+    def restore_windows(self, path: list[CachedBlock]) -> None:
+        """Let sequences begin behind the nodes of ``path`` whose windows are recoverable."""
+        for group in self.windows:
+            for pool in (group, group.below):
+                if pool is not None:
+                    pool.restore(path, group.margin)
 
     # ---- sharing -------------------------------------------------------------------------------------
 

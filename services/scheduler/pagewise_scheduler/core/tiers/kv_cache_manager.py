@@ -168,20 +168,13 @@ class KVCacheManager:
 
     # ---- recoverable blocks ---------------------------------------------------------------------------
 
-    def expect(self, inventory: Mapping[int, dict[BlockHash, int]]) -> None:
+    def expect(self, inventory: Sequence[Mapping[int, dict[BlockHash, int]]]) -> None:
         """The executor has offered these blocks of its tiers in its Hello: they are recoverable. The tiers are empty.
 
-        ``inventory``: block ids by block hash, by number of the tier.
-
-        Raises:
-            ValueError: there are no such blocks, or one is named twice.
+        ``inventory``: of each group of layers, block ids by block hash, by number of the tier; the server has checked
+        it.
         """
-        for number, named in inventory.items():
-            size = self.tiers[number].num_blocks if number in self.tiers else 0
-            blocks = set(named.values())
-            if len(blocks) != len(named) or any(not 0 <= block < size for block in blocks):
-                raise ValueError(f"{len(named)} blocks of tier {number} are offered that are not {size} different ones")
-        for number, named in inventory.items():
+        for number, named in inventory[0].items():
             if named:
                 self.tiers[number].expect(named)
 
@@ -201,9 +194,13 @@ class KVCacheManager:
             node.hash = known
             for tier in tiers:
                 tier.restore(node)
+        self.restore_windows(path)
         stays = tree.prune(path[-1])
         for tier in self.pool.lower:
             tier.offer(stays)
+
+    def restore_windows(self, path: list[CachedBlock]) -> None:
+        """Let sequences begin behind the nodes of ``path`` whose windows are recoverable."""
 
     # ---- sharing -------------------------------------------------------------------------------------
 

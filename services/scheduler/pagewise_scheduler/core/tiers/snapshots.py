@@ -10,10 +10,13 @@ host memory snapshots of one path share the blocks that they have in common, whi
 """
 
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import islice, pairwise, takewhile
+
+from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, EvictionQueue
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape, per_page
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 
@@ -58,7 +61,7 @@ class SnapshotPool:
     """The blocks of the layers of one window in one tier, with ids 0 <= id < ``num_blocks``, in the tier's arena.
 
     ``number``: of the group on the wire. ``tier``: its number. ``below``: the group's pool in the next tier down, to
-    which evicted snapshots go; ``evicted``: is called with them if there is none. ``at``: the snapshot with which a sequence begins behind a node. A block has *users*,
+    which evicted snapshots go; ``evicted``: is called with them if there is none. ``at``: the snapshot with which a sequence begins behind a node. ``recoverable``: cached blocks that the executor has offered, and that no prompt has requested yet. A block has *users*,
     which are tables that hold it and copies that read or write it, and snapshots; without users it is cached, and
     without both it is free.
     """
@@ -78,6 +81,7 @@ class SnapshotPool:
         self.num_blocks = self.num_unmapped = arena.num_pages // self.pages_per_block
         self.evicted: Callable[[Snapshot, SnapshotPool, list[BlockCopy]], None] | None = None
         self.at: dict[CachedBlock, Snapshot] = {}
+        self.recoverable: dict[BlockHash, int] = {}
         self._arena, self._policy = arena, policy
         self._users, self._snapshots = [0] * self.num_blocks, [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, -1, -1))
@@ -201,6 +205,48 @@ class SnapshotPool:
                 self.num_cached -= 1
                 self._set_free(block)
 
+    # ---- recoverable blocks --------------------------------------------------------------------------
+
+    def expect(self, recoverable: dict[BlockHash, int]) -> None:
+        """The executor has offered these blocks of the pool, which is empty, by the hashes of their tokens' nodes. They
+        have kept their pages, and no others have."""
+        taken = set(recoverable.values())
+        self._free = [block for block in self._free if block not in taken]
+        self.recoverable, self.num_cached, self.num_unmapped = recoverable, len(recoverable), len(self._free)
+
+    def restore(self, path: list[CachedBlock], margin: int) -> None:
+        """Make snapshots of the recoverable blocks at the nodes of ``path``, which begins at the root and has its
+        hashes: the last ones first, each with up to ``margin`` blocks before its window."""
+        if not self.recoverable:
+            return
+        held = [self._block_of.get(node, self.recoverable.get(node.hash, NOWHERE)) for node in path]
+        run, runs = 0, [0]  # how many blocks in a row are held before the end of each
+        for block in held:
+            run = run + 1 if block >= 0 else 0
+            runs.append(run)
+        made: list[Snapshot] = []
+        for end in range(len(path), 0, -1):
+            node, needed = path[end - 1], self.first_needed(end * self.block_size)
+            if node in self.at or not node.num_tiers or needed == end or end - runs[end] > needed:
+                continue
+            first = max(end - runs[end], needed - margin, 0)
+            points = [one for one in self._points(node, first) if one.num_tiers]
+            made.append(Snapshot(points, first, held[first:end], 0))
+            self._add(made[-1])
+            for one in path[first:end]:
+                self.recoverable.pop(one.hash, None)
+        for one, before in pairwise(made):
+            one.since = before.node.depth
+        for snapshot in made if self.tier != DEVICE else ():
+            for node, block in zip(path[snapshot.first :], snapshot.blocks, strict=False):
+                self._block_of[node], self._node_of[block] = block, node
+
+    def _points(self, node: CachedBlock, first: int) -> list[CachedBlock]:
+        """The nodes behind which a sequence can begin with the blocks from ``first`` to the one of ``node``, and that
+        have no snapshot."""
+        near = takewhile(lambda one: self.first_needed(one.depth * self.block_size) >= first, ancestors(node))
+        return [one for one in near if one not in self.at]
+
     # ---- eviction ------------------------------------------------------------------------------------
 
     def _rank(self, snapshot: Snapshot) -> int | None:
@@ -208,6 +254,8 @@ class SnapshotPool:
 
     def next_value(self) -> float | None:
         """The value of a page of the next snapshot; None: there is none."""
+        if self.recoverable:
+            return 0.0
         snapshot = self._queue.peek() if self.num_cached else None
         if snapshot is None:
             return None
@@ -215,7 +263,11 @@ class SnapshotPool:
         return per_page(self._policy, self._values.value(snapshot), pages)
 
     def give_up(self, copies: list[BlockCopy]) -> bool:
-        """Evict the next snapshot of which a block has no users."""
+        """Evict the next snapshot of which a block has no users, but recoverable blocks before."""
+        if self.recoverable:
+            self._set_free(self.recoverable.popitem()[1])
+            self.num_cached -= 1
+            return True
         in_use: list[Snapshot] = []
         while (snapshot := self._queue.pop()) is not None and all(map(self._users.__getitem__, snapshot.blocks)):
             in_use.append(snapshot)

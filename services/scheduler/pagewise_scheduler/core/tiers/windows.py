@@ -9,7 +9,6 @@ conversations share ends at such a junction.
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import takewhile
 
 from pagewise_shared.protocol import DEVICE
 
@@ -101,6 +100,4 @@ class WindowGroup(SnapshotPool):
         first = max(table.first, needed - self.margin)
         blocks = table.blocks[first - table.first : node.depth - table.first]
         since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
-        near = takewhile(lambda one: self.first_needed(one.depth * self.block_size) >= first, ancestors(node))
-        points = [one for one in near if one not in self.at]
-        self._add(Snapshot(points, first, blocks, since))
+        self._add(Snapshot(self._points(node, first), first, blocks, since))
