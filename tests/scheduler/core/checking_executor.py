@@ -325,11 +325,12 @@ class CheckingExecutor:
             return [target for _, target in pairs(copies.pairs)]
         assert peer.last_step >= copies.peer.step
         for source, target in pairs(copies.pairs):
-            held = peer.tiers[copies.source]
+            held = peer._held(copies.source, copies.group)
             assert source in held, (copies.source, source)
+            assert peer.shape is None or (copies.source, copies.group, source) in peer.mapped
             content = held[source]
             assert len(content) == self.block_size, "a block that is not full is lent"
-            self.blocks[target] = dict(content)
+            self._held(DEVICE, copies.group)[target] = dict(content)
             self.num_fetched += 1
         return []
 
