@@ -7,6 +7,7 @@ from itertools import islice
 from pagewise_shared.protocol import DEVICE, CancelCopies, Copied, Found, Inventory, LookUp, NamedBlocks, pack_int32s
 
 from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.page_labels import KeptBlocks
 from pagewise_executor.tiers.device import DeviceTier
 from pagewise_executor.tiers.tier import Tier
 
@@ -76,8 +77,13 @@ class BlockCopier:
         for tier in (self.peers, *self.tiers.values()):
             tier.report = report
 
-    def inventory(self) -> Inventory | None:
-        """Return the hashes of all blocks with ids, as many as an inventory carries; None if none is known."""
+    def inventory(self, kept: KeptBlocks | None = None) -> Inventory | None:
+        """Return the hashes of all blocks with ids, as many as an inventory carries; None if none is known.
+
+        ``kept``: makes the inventory if there are several groups of layers.
+        """
+        if kept is not None:
+            return kept.offer({number: tier.names() for number, tier in self.tiers.items()}, _MOST_HASHES)
         found: list[NamedBlocks] = []
         left = _MOST_HASHES
         for number, tier in self.tiers.items():
