@@ -256,7 +256,7 @@ class ModelRunner:
         else:
             self._names = PageLabels(1 + num_blocks, config.block_size)
             self._kept = KeptBlocks([group.pages_per_block for group in self._pages.groups])
-        self._copier = BlockCopier(DeviceTier(pool, self._names))
+        self._copier = BlockCopier(DeviceTier(pool, self._names), groups_of(self._pages))
         self._mover = SegmentMover(pool, loaded.rotations, triton=triton)
         self._forward_pass.attach(pool)
         fits = self._holds(config, num_blocks) if config.max_model_len == "auto" else loaded.max_model_len

@@ -80,8 +80,7 @@ class ListBlocks(Message, frozen=True):
 
 
 class Offered(Message, frozen=True):
-    """The blocks that all ranks hold, with new ids, after ``ListBlocks`` of an executor with several groups of layers.
-    """
+    """The blocks that all ranks hold, with new ids: follows ``ListBlocks`` if there are several groups of layers."""
 
     inventory: Inventory | None
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.block_hash import BlockName
-from pagewise_shared.protocol import CancelCopies, Copied, Found, LookUp
+from pagewise_shared.protocol import CancelCopies, Copied, Found, LayerGroup, LookUp
 
 from pagewise_executor.block_copies import CopyJob
 
@@ -67,8 +67,11 @@ class Tier:
         """Return the hashes, or labels, of some blocks, None where unknown, once all earlier copies are done."""
         return [None] * len(blocks)
 
-    def look_up(self, message: LookUp, block_size: int) -> None:
-        """Find out how many of a prefix's blocks, of ``block_size`` tokens, are here, and report it."""
+    def look_up(self, message: LookUp, block_size: int, groups: Sequence[LayerGroup] = ()) -> None:
+        """Find out how many of a prefix's blocks, of ``block_size`` tokens, are here, and report it.
+
+        ``groups``: of layers, if there are several. Then a sequence can begin behind these blocks (``resume_point``).
+        """
         self.report(Found(message.epoch, message.number, 0))
 
     def read(self, blocks: Blocks, rows: Rows) -> list[bool]:
