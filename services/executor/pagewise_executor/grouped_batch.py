@@ -18,6 +18,7 @@ from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.block_copies import CopyJob, PageCopyJob
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork, int32s
+from pagewise_executor.page_labels import KeptBlocks, PageLabels
 from pagewise_executor.page_map import NULL_PAGE, PageMap
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
 
@@ -48,12 +49,13 @@ class SlotBatch:
 
 
 class _WindowTables:
-    """The tables of a group of windowed layers. ``number``: of the group.
+    """The tables of a group of windowed layers. ``number``: of the group. ``slot``: its first one.
 
     ``first`` [num_rows]: the first entry that is not null; ``ends`` [num_rows]: the number of valid entries.
     """
 
-    def __init__(self, number: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
+    def __init__(self, number: int, slot: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
+        self.slot = slot
         self.number, self._window, self._chunked, self._block_size = number, group.window, group.chunked, block_size
         self.first: Int64s = np.zeros(num_rows, np.int64)
         self.ends: Int64s = np.zeros(num_rows, np.int64)
@@ -88,7 +90,7 @@ class GroupedBatch(InputBatch):
     ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
     ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
     the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
-    stretches of its tables that are new in this step.
+    stretches of its tables that are new in this step. ``labels``: of the pages of the device, if they are needed.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -104,7 +106,7 @@ class GroupedBatch(InputBatch):
         # Of each group [slots, num_rows, max_blocks]: the pages.
         self._tables: list[Int32s] = [np.zeros((each, *self.block_tables.shape), np.int32) for each in pages_per_block]
         self._windows = [
-            _WindowTables(number, group, len(self.block_tables), self.block_size)
+            _WindowTables(number, sum(pages_per_block[:number]), group, len(self.block_tables), self.block_size)
             for number, group in enumerate(groups[1:], 1)
         ]
         self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
@@ -112,6 +114,12 @@ class GroupedBatch(InputBatch):
         # Blocks that this plan puts into tables, by group: row, first index, blocks.
         self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
+        self.labels: PageLabels | None = None
+
+    def restore(self, kept: KeptBlocks) -> None:
+        """Give the blocks of an inventory that stays valid their pages. No plan has come yet."""
+        for tier, pages in self._maps.items():
+            pages.restore(kept.pages(tier))
 
     def apply(self, plan: StepPlan) -> StepWork:
         """Apply a plan as ``InputBatch`` does, with the tables of all groups. Entries behind the windows become null.
@@ -139,7 +147,14 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: the row holds none.
         """
+        held = self.sequences.get(row)
         super().remove(row)
+        if self.labels is not None and held is not None:
+            tables = [(0, self._tables[0][:, row, : self.num_blocks[row]])]
+            for window in self._windows:
+                first, end = int(window.first[row]), int(window.ends[row])
+                tables.append((first, self._tables[window.number][:, row, first:end]))
+            self.labels.left(row, held, int(self.num_computed[row]), tables)
         self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
         for window in self._windows:
             self._tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
@@ -149,6 +164,15 @@ class GroupedBatch(InputBatch):
         if self._flat is None or self._flat[0] is not work:
             self._flat = work, super().flat_batch(work)
         return self._flat[1]
+
+    def overwritten(self, work: StepWork) -> Int32s:
+        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks."""
+        found = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
+        for tables, changed in zip(self._tables, self.changed, strict=True):
+            for row, start, stop in changed:
+                computed = int(self.num_computed[row]) // self.block_size
+                found.append(tables[:, row, max(start, computed) : stop].ravel())
+        return np.concatenate([np.zeros(0, np.int32), *found])
 
     def advance(self, work: StepWork) -> None:
         """Count the tokens of an issued step as ``InputBatch`` does."""
@@ -222,6 +246,8 @@ class GroupedBatch(InputBatch):
         tables, changed = self._tables[window.number], self.changed[window.number]
         for row, first in zip(rows[passed].tolist(), seen[passed].tolist(), strict=True):
             before = int(window.first[row])
+            if self.labels is not None:
+                self.labels.passed(row, window.slot, before, tables[:, row, before:first])
             tables[:, row, before:first] = NULL_PAGE
             changed.append((row, before, first))
             window.first[row] = first

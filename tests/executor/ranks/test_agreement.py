@@ -120,6 +120,19 @@ def test_the_inventory_is_what_all_ranks_hold_in_the_same_blocks() -> None:
     assert common_blocks([inventory({1: 10}), inventory({1: 10})]) == inventory({1: 10})
 
 
+def test_ranks_that_number_their_blocks_each_for_itself_agree_on_hashes_and_new_numbers() -> None:
+    def inventory(*groups: str) -> Inventory:
+        """Blocks of the device by one letter of their hashes, numbered in this order."""
+        named = []
+        for group, held in enumerate(groups):
+            hashes = b"".join(one.encode() * HASH_BYTES for one in held)
+            named.append(NamedBlocks(DEVICE, pack_int32s(range(len(held))), hashes, group))
+        return Inventory(tuple(named))
+
+    common = common_blocks([inventory("abcd", "xy"), inventory("dxbc", "y")], renumber=True)
+    assert common == inventory("bcd", "y")
+
+
 H100 = Hello(1, 0, "", "model", 100, 64, 8, 10, 1024, device="NVIDIA H100", dtype="bfloat16", kernels="triton")
 
 

@@ -1,0 +1,152 @@
+"""What the pages of a model with several groups of layers hold, for inventories. This module does not import torch.
+
+A page has a *label*: the hash of its block, which is that of the first group's block of the same tokens, and its slot.
+Labels say what is in a page, whichever block has the page at the time. So an inventory is made of the labels alone, and
+also of those that another process has left in host memory.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
+import numpy as np
+from pagewise_shared.block_hash import HASH_BYTES, BlockHash, block_hash
+from pagewise_shared.protocol import Inventory, NamedBlocks, named_blocks, pack_int32s
+
+from pagewise_executor.input_batch import Int32s, SequenceState
+from pagewise_executor.page_map import NULL_PAGE
+
+_SLOT_BYTES = 8
+LABEL_BYTES = HASH_BYTES + _SLOT_BYTES
+
+
+class PageLabels:
+    """The labels of the pages of the device, numbered below ``num_pages``, as far as their content is known.
+
+    A row that leaves labels its full blocks, so that steps take no longer. By then it has passed most blocks of its
+    windows, and the scheduler may have kept some of them, in snapshots. So a page that a row passes is noted with the
+    row and the index of its block, until the row leaves or the page is overwritten.
+    """
+
+    def __init__(self, num_pages: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._hashes = np.full(num_pages, None, object)
+        self._slots: Int32s = np.zeros(num_pages, np.int32)
+        self._rows: Int32s = np.full(num_pages, -1, np.int32)  # that have passed it
+        self._indices: Int32s = np.zeros(num_pages, np.int32)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._hashes[:] = None
+        self._rows[:] = -1
+
+    def known(self) -> dict[int, bytes]:
+        """Return all known labels by page."""
+        return {page: label for page, label in enumerate(self.of(range(len(self._hashes)))) if label is not None}
+
+    def of(self, pages: Iterable[int]) -> list[bytes | None]:
+        """Return the label of each of ``pages``; None where the content is not known."""
+        return [
+            None if (found := self._hashes[page]) is None else found + int(self._slots[page]).to_bytes(8, "little")
+            for page in pages
+        ]
+
+    def forget(self, pages: Int32s) -> None:
+        """Forget the content of ``pages`` [n], which are about to be overwritten."""
+        self._hashes[pages] = None
+        self._rows[pages] = -1
+
+    def passed(self, row: int, slot: int, first: int, pages: Int32s) -> None:
+        """Note that no query of a row sees ``pages`` [slots, n] any more. ``slot``: of the first ones. ``first``: the
+        index of the first block."""
+        self._rows[pages] = row
+        self._indices[pages] = np.arange(first, first + pages.shape[1])
+        self._slots[pages] = np.arange(slot, slot + len(pages))[:, None]
+
+    def left(self, row: int, sequence: SequenceState, num_computed: int, tables: Sequence[tuple[int, Int32s]]) -> None:
+        """Label the pages of a row that leaves, also those that it has passed.
+
+        ``tables``: of each group the index of the first block, and the pages of this block and those behind it
+        [slots, n]. The first ``num_computed`` tokens are in them.
+        """
+        passed = np.flatnonzero(self._rows == row)
+        self._rows[passed] = -1
+        if not sequence.root:
+            return
+        num_known = min(num_computed, len(sequence.tokens) + len(sequence.sampled)) // self._block_size
+        hashes = np.empty(num_known, object)
+        hashes[:] = self._chain(sequence, tables[0][1][0, :num_known])
+        passed = passed[self._indices[passed] < num_known]
+        self._hashes[passed] = hashes[self._indices[passed]]
+        slot = 0
+        for first, held in tables:
+            pages = held[:, : max(0, num_known - first)]
+            self._hashes[pages] = hashes[first : first + pages.shape[1]]
+            self._slots[pages] = np.arange(slot, slot + len(pages))[:, None]
+            slot += len(held)
+
+    def _chain(self, sequence: SequenceState, pages: Int32s) -> list[BlockHash]:
+        """Return the hashes of the first full blocks of a sequence, whose first pages are ``pages`` [n]."""
+        hashes: list[BlockHash] = []
+        parent, size = BlockHash(sequence.root), 4 * self._block_size
+        first, content = 0, b""
+        for index, found in enumerate(self._hashes[pages]):
+            if found is None:
+                if not content:
+                    first, content = index, sequence.known_tokens(index * self._block_size)
+                offset = (index - first) * size
+                found = block_hash(parent, content[offset : offset + size])
+            hashes.append(found)
+            parent = found
+        return hashes
+
+
+class KeptBlocks:
+    """The blocks that an executor offers in an inventory, and their pages. ``pages_per_block``: of each group."""
+
+    def __init__(self, pages_per_block: Sequence[int]) -> None:
+        self._pages_per_block = pages_per_block
+        self._places = [(group, index) for group, each in enumerate(pages_per_block) for index in range(each)]
+        self._held: dict[int, list[dict[BlockHash, list[int]]]] = {}
+        self._offered = Inventory()
+
+    def offer(self, labels: Mapping[int, Mapping[int, bytes]], most: int) -> Inventory | None:
+        """Return the inventory of the blocks of which a tier has all pages, at most ``most``; None: there are none.
+
+        ``labels``: of each tier, by page. The ids of the blocks of each tier and group are 0, 1, 2 and so on.
+        """
+        self._held = {tier: self._whole(of_tier) for tier, of_tier in labels.items()}
+        found = []
+        for tier, groups in self._held.items():
+            for group, held in enumerate(groups):
+                if hashes := list(islice(held, most)):
+                    found.append(NamedBlocks(tier, pack_int32s(range(len(hashes))), b"".join(hashes), group))
+                    most -= len(hashes)
+        self._offered = Inventory(tuple(found))
+        return self._offered if found else None
+
+    def _whole(self, labels: Mapping[int, bytes]) -> list[dict[BlockHash, list[int]]]:
+        """Return the pages of each block that is whole, by group and hash. Of equal pages it takes the last one."""
+        found: list[dict[BlockHash, list[int]]] = [{} for _ in self._pages_per_block]
+        for page, label in labels.items():
+            group, index = self._places[int.from_bytes(label[HASH_BYTES:], "little")]
+            pages = found[group].setdefault(BlockHash(label[:HASH_BYTES]), [NULL_PAGE] * self._pages_per_block[group])
+            pages[index] = page
+        return [{name: pages for name, pages in held.items() if NULL_PAGE not in pages} for held in found]
+
+    def agree(self, inventory: Inventory | None) -> None:
+        """Offer these blocks instead, which all ranks of the executor hold."""
+        self._offered = inventory or Inventory()
+
+    def clear(self) -> None:
+        """Forget the blocks: the inventory was answered."""
+        self._held, self._offered = {}, Inventory()
+
+    def pages(self, tier: int) -> list[Int32s]:
+        """Return the pages of the offered blocks of a tier, in the order of their ids: [n, pages per block] of each
+        group."""
+        found = []
+        for group, each in enumerate(self._pages_per_block):
+            ids = named_blocks(self._offered, group).get(tier, {})
+            pages = [self._held[tier][group][name] for name in sorted(ids, key=ids.__getitem__)]
+            found.append(np.array(pages, np.int32).reshape(-1, each))
+        return found

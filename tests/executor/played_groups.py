@@ -1,0 +1,114 @@
+"""An executor with several groups of layers whose plans a test makes, because schedulers make others."""
+
+import queue
+from pathlib import Path
+
+import numpy as np
+from pagewise_executor.grouped_batch import GroupedBatch
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.tiers.block_names import chain
+from pagewise_shared.block_hash import BlockHash, root_hash
+from pagewise_shared.protocol import (
+    DEVICE,
+    BlockCopies,
+    Copied,
+    GroupedStepPlan,
+    NewSequence,
+    StepResult,
+    Welcome,
+    pack_int32s,
+)
+from pagewise_shared.sampling import SamplingParams
+
+from tests.executor.runners import BLOCK_SIZE, build_runner, peers_at
+
+GREEDY = SamplingParams(temperature=0.0, logprobs=0)
+
+
+def _sampled(result: StepResult) -> list[float]:
+    """The token that a step has sampled, and its log-probability."""
+    return [result.logprobs[0].token_id, result.logprobs[0].logprob]
+
+
+class Played:
+    """A runner with the lists of copies that it confirms.
+
+    ``first``: what came behind the prompt that was computed last. ``epoch``: of its first Welcome. ``host_folder``: of
+    host memory that outlives the process.
+    """
+
+    def __init__(self, path: Path, epoch: int, host_folder: Path | None = None, **options: object) -> None:
+        self.runner: ModelRunner = build_runner(path, exchange=peers_at(), host_folder=host_folder, **options)
+        self.copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
+        self.runner.report_to(self.copied.put)  # type: ignore[arg-type]
+        self.epoch, self.step = epoch, 0
+        self.first: list[float] = []
+        if host_folder is None:  # else its blocks are to be offered first
+            self.runner.reset(Welcome(epoch, 4, 64))
+
+    @property
+    def root(self) -> BlockHash:
+        """The root of the block hashes of prompts."""
+        return root_hash(self.runner.info.model_fingerprint)
+
+    def hashes(self, tokens: list[int]) -> list[BlockHash]:
+        """The hashes of the full blocks of a prompt."""
+        return [name.hash for name in chain(self.root, pack_int32s(tokens), BLOCK_SIZE)]
+
+    def execute(self, **fields: object) -> StepResult:
+        self.step += 1
+        plan = GroupedStepPlan(self.epoch, self.step, **fields)  # type: ignore[arg-type]
+        return self.runner.execute(plan).result()
+
+    def rejoin(self, *, keep: bool) -> None:
+        """A Welcome with a new epoch."""
+        self.epoch, self.step = self.epoch + 1, 0
+        self.runner.reset(Welcome(self.epoch, 4, 64, keeps_blocks=keep))
+
+    def begin(
+        self, tokens: list[int], blocks: list[int], window: tuple[int, list[int]], num_computed: int = 0
+    ) -> NewSequence:
+        """A sequence that joins in row 0 with these blocks of the two groups."""
+        first, held = window
+        return NewSequence(
+            0, pack_int32s(tokens), len(tokens), num_computed, pack_int32s(blocks), GREEDY, self.root,
+            windows=((first, pack_int32s(held)),),
+        )  # fmt: skip
+
+    def compute(self, tokens: list[int], free: int = 1) -> tuple[list[int], list[int]]:
+        """Compute a prompt in two chunks, in blocks whose ids follow each other; returns the full ones of both groups.
+
+        ``free``: the first id. When the second chunk comes, the window has passed most blocks of the first.
+        """
+        end = free + -(-len(tokens) // BLOCK_SIZE)
+        blocks, windows = list(range(free, end)), list(range(end, free - 1, -1))[: end - free]
+        half = len(tokens) // 2
+        self.execute(joined=(self.begin(tokens, blocks, (0, windows)),), chunks=((0, half),))
+        self.first = _sampled(self.execute(chunks=((0, len(tokens) - half),)))
+        self.execute(left=(0,))
+        full = len(tokens) // BLOCK_SIZE
+        return blocks[:full], windows[:full]
+
+    def resume(self, tokens: list[int], blocks: list[int], window: tuple[int, list[int]], free: int) -> list[float]:
+        """Return what comes behind a prompt whose full blocks are there, and of the window those from a first one on.
+
+        ``free``: an id that no block of the two groups has.
+        """
+        num_computed = len(blocks) * BLOCK_SIZE
+        new = self.begin(tokens, [*blocks, free], (window[0], [*window[1], free]), num_computed)
+        result = self.execute(joined=(new,), chunks=((0, len(tokens) - num_computed),))
+        self.execute(left=(0,))
+        return _sampled(result)
+
+    def copy(self, *copies: BlockCopies, **fields: object) -> list[Copied]:
+        self.execute(copies=copies, **fields)
+        asked = [one for one in copies if one.source != one.target or one.peer is not None]
+        return [self.copied.get(timeout=20) for _ in asked]
+
+    def content(self, group: int, block: int) -> np.ndarray:
+        """K and V of a block of the device [pages, page bytes]."""
+        batch = self.runner._batch
+        assert isinstance(batch, GroupedBatch)
+        pages = batch._maps[DEVICE].pages(group, np.array([block], np.int32))[0]
+        assert pages.all()
+        return self.runner._pool.gather(pages).copy()  # type: ignore[no-any-return]
