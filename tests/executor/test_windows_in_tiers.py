@@ -1,4 +1,4 @@
-"""Models with several groups of layers whose windows go to host memory, to the disk and to other executors, and return."""
+"""Windows of models with several groups of layers go to host memory, to the disk and to other executors, and return."""
 
 import queue
 import random

@@ -152,7 +152,8 @@ def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
     scheduler = create(
         needed + rng.randrange(60), pages, windows, budget=budget, seqs=rng.choice((1, 3, 8)),
         eviction=rng.choice(("lru", "cost")), disk=rng.random() < 0.5,
-        host_pages=rng.choice((0, 0, 10, needed, 4 * needed)), recovery=rng.choice(("auto", "swap", "both", "recompute")),
+        host_pages=rng.choice((0, 0, 10, needed, 4 * needed)),
+        recovery=rng.choice(("auto", "swap", "both", "recompute")),
     )  # fmt: skip
     executor = executor_for(scheduler)
     executor.early_loads = rng.random() < 0.5

@@ -337,16 +337,6 @@ class CostModel:
         after = max(self.small_step, self.compute_seconds(start + tokens, 1))
         return RecoveryEstimate(load, recompute, both, after, split)
 
-    def estimate_at_once(
-        self, start: int, num_blocks: int, num_loaded: int, link: Link, queued_blocks: int, share: float
-    ) -> RecoveryEstimate:
-        """The ways to get ``num_blocks`` blocks that follow ``start`` others: ``link`` brings ``num_loaded`` blocks of
-        all kinds, or all of them are computed."""
-        load, size = link.seconds(num_loaded, queued_blocks), self.block_size
-        recompute = self.compute_seconds(start * size, num_blocks * size, share)
-        after = max(self.small_step, self.compute_seconds((start + num_blocks) * size, 1))
-        return RecoveryEstimate(load, recompute, inf, after)
-
     def both_took(self, seconds: float, predicted: float) -> None:
         """Recovering from both ends took so long: compute and copies may slow each other down."""
         self._num_both += 1

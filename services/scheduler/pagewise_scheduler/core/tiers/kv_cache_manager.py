@@ -18,13 +18,13 @@ from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
-from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Location, Tier
-from pagewise_scheduler.core.tiers.windows import WindowGroup
+from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Tier
+from pagewise_scheduler.core.tiers.window_hooks import WindowHooks
 
 _RECOVERABLE = attrgetter("recoverable")
 
 
-class KVCacheManager:
+class KVCacheManager(WindowHooks):
     """The KV memory of one executor: its tiers, and the blocks that wait for a step to return.
 
     ``lower``: by the number of each tier below the device, its number of blocks, or its identity if its blocks have no
@@ -37,11 +37,8 @@ class KVCacheManager:
     reference until the step has returned, so no other sequence writes into it before. ``num_retiring``: their number.
 
     A model with several groups of layers has a ``GroupedKVCacheManager``, which counts pages instead of blocks wherever
-    memory is counted. ``windows``: the groups of windowed layers. ``pages_per_block``: of the other layers, else 1.
+    memory is counted.
     """
-
-    windows: tuple[WindowGroup, ...] = ()
-    pages_per_block = 1
 
     def __init__(
         self,
@@ -199,9 +196,6 @@ class KVCacheManager:
         for tier in self.pool.lower:
             tier.offer(stays)
 
-    def restore_windows(self, path: list[CachedBlock]) -> None:
-        """Let sequences begin behind the nodes of ``path`` whose windows are recoverable."""
-
     # ---- sharing -------------------------------------------------------------------------------------
 
     def begin_with(self, cache_salt: str | None, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
@@ -227,10 +221,6 @@ class KVCacheManager:
     def nothing(self) -> CachedPrefix:
         """Return the prefix of a sequence that begins with nothing."""
         return CachedPrefix([], -1, 0, 0)
-
-    def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
-        """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
-        return True
 
     def fork(self, table: BlockTable, num_tokens: int) -> CachedPrefix:
         """The prefix of a sequence that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
@@ -274,30 +264,6 @@ class KVCacheManager:
         table.blocks = [*shared, target]
         return (*copies, (DEVICE, source, DEVICE, target, 0))
 
-    def can_begin(self, node: CachedBlock, *, device_only: bool = False) -> bool:
-        """Whether some tier has the windows with which a sequence begins behind a node; ``device_only``: the device."""
-        return True
-
-    def loaded_to(self, prefix: CachedPrefix, end: int) -> CachedPrefix:
-        """The prefix of a sequence that loads what the device lacks to begin behind ``end`` blocks: the blocks and the
-        windows that it has. The sequence shares them."""
-        return prefix
-
-    def num_lacking_in_windows(self, node: CachedBlock | None, end: int) -> int:
-        """How many blocks of full layers have as many bytes as the windows behind ``end`` blocks that the device lacks.
-
-        ``node``: of the last of them, if the prefix tree has it.
-        """
-        return 0
-
-    def hold_windows(self, node: CachedBlock, groups: Sequence[int]) -> list[list[Location]]:
-        """Hold the windows at the end of a node in the tier below the device, of each of ``groups``."""
-        return []
-
-    def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
-        """Let a table have blocks for the windows that are to be loaded into them. Returns copies as ``grow`` does."""
-        return ()
-
     def num_full_blocks(self, count: int, group: int) -> int:
         """How many blocks of the full layers have at least as many bytes as ``count`` blocks of a group."""
         return count
@@ -309,12 +275,6 @@ class KVCacheManager:
     def unpin(self, blocks: list[int], group: int) -> None:
         """The copy is done."""
         self.pool.release(reversed(blocks))
-
-    def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
-        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""
-
-    def take_due_snapshots(self, table: BlockTable) -> None:
-        """Take the snapshots whose nodes the table has reached."""
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
@@ -363,13 +323,6 @@ class KVCacheManager:
         table.blocks += added
         return added, copies
 
-    def grow_windows(
-        self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
-    ) -> tuple[list[tuple[int, int]], Copies]:
-        """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``, and drop the blocks before, at
-        once or when ``in_flight_step`` returns. Returns the groups and blocks that were added, and copies."""
-        return [], ()
-
     def grow_by_one(self, tables: Sequence[BlockTable]) -> Copies:
         """Let each table have one block more; returns copies as ``grow`` does.
 
@@ -399,13 +352,6 @@ class KVCacheManager:
             self._free_windows(table, in_flight_step)
         blocks, table.blocks, table.last_node = table.blocks, [], None
         self.drop(blocks, in_flight_step)
-
-    def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
-        """Drop the references of a table's windows as ``free`` does."""
-
-    def take_unmapped(self) -> bytes:
-        """The blocks that have lost their pages since the last call, as ``GroupedStepPlan.unmapped`` has them."""
-        return b""
 
     def drop(self, blocks: list[int], in_flight_step: int | None) -> None:
         """Drop one reference on each of ``blocks`` (in a sequence's order), at once or when the step returns."""

@@ -61,9 +61,10 @@ class SnapshotPool:
     """The blocks of the layers of one window in one tier, with ids 0 <= id < ``num_blocks``, in the tier's arena.
 
     ``number``: of the group on the wire. ``tier``: its number. ``below``: the group's pool in the next tier down, to
-    which evicted snapshots go; ``evicted``: is called with them if there is none. ``at``: the snapshot with which a sequence begins behind a node. ``recoverable``: cached blocks that the executor has offered, and that no prompt has requested yet. A block has *users*,
-    which are tables that hold it and copies that read or write it, and snapshots; without users it is cached, and
-    without both it is free.
+    which evicted snapshots go; ``evicted``: is called with them if there is none. ``at``: the snapshot with which a
+    sequence begins behind a node. ``recoverable``: cached blocks that the executor has offered by hash, and that no
+    prompt has requested yet. A block has *users*, which are tables that hold it and copies that read or write it, and
+    snapshots; without users it is cached, and without both it is free.
     """
 
     def __init__(

@@ -25,9 +25,9 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import Link, TierCosts
 
 BlockCopy = tuple[int, int, int, int | CachedBlock, int]
-"""Source tier, source block, target tier, target block, group of layers: the content has to be copied before a step writes into either
-block. The target block is a node of the prefix tree where the target tier has no ids. A plain tuple, because memory
-under pressure makes one for every block."""
+"""Source tier, source block, target tier, target block, group of layers: the content has to be copied before a step
+writes into either block. The target block is a node of the prefix tree where the target tier has no ids. A plain tuple,
+because memory under pressure makes one for every block."""
 
 Copies = Sequence[BlockCopy]
 """Copies in an order in which each of them reads the right content."""

@@ -8,11 +8,12 @@ where the two meet lie nowhere.
 
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
-from pagewise_scheduler.core.tiers.cost_model import CostModel, Link, together
+from pagewise_scheduler.core.tiers.cost_model import CostModel, Link, RecoveryEstimate, together
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import HoldWindows, Offer, RecoveryPlan, RecoveryPolicy, compose
 from pagewise_scheduler.core.tiers.tier import Location, Source
@@ -71,13 +72,17 @@ class WindowPlanner:
         blocks = plan.blocks_of(plan.end)
         link = resume.source.link
         blocks[link] = blocks.get(link, 0) + self._kv.num_lacking_in_windows(node, resume.end)
-        plan.estimate = self._costs.estimate_at_once(start, resume.end - start, *_loads(blocks, self._queued), share)
+        plan.estimate = self._estimate(start, resume.end, blocks, share)
         plan.method = self._policy.method(plan.estimate)
         return plan
 
-
-def _loads(blocks: dict[Link, int], queued: Callable[[Link], int]) -> tuple[int, Link, int]:
-    return sum(blocks.values()), *together(blocks, queued)
+    def _estimate(self, start: int, end: int, blocks: dict[Link, int], share: float) -> RecoveryEstimate:
+        """The costs of loading ``blocks`` over each link, and of computing the blocks from ``start`` to ``end``."""
+        costs, size = self._costs, self._kv.block_size
+        link, queued = together(blocks, self._queued)
+        after = max(costs.small_step, costs.compute_seconds(end * size, 1))
+        recompute = costs.compute_seconds(start * size, (end - start) * size, share)
+        return RecoveryEstimate(link.seconds(sum(blocks.values()), queued), recompute, inf, after)
 
 
 def _nothing(start: int, stop: int) -> list[Location]:
