@@ -118,12 +118,15 @@ class LayerGroup(Piece, frozen=True):
         num_layers: with K and V of their own. pages_per_block: pages of the arena that a block of the group takes.
         window: tokens that a query sees, itself included; 0: all of them. chunked: contexts are cut into chunks of
             ``window`` tokens, and a query sees the tokens of its own chunk only.
+        state: the layers are recurrent. A block has their states behind one token, and nothing of the tokens before it,
+            so ``window`` is 2: to go on, a sequence needs the block with the token before.
     """
 
     num_layers: int
     pages_per_block: int
     window: int = 0
     chunked: bool = False
+    state: bool = False
 
 
 class Hello(Message, frozen=True):
@@ -426,7 +429,10 @@ class NewSequence(Piece, frozen=True):
         root: the parent hash of its first block.
         constraints: index in ``StepPlan.constraints``, which complete ``sampling``; -1: none.
         adapter: the slot of its adapter, which is loaded; -1: none.
-        windows: its tables in the groups of windowed layers: index of the first block, and blocks (int32 bytes).
+        windows: its tables in the groups of windowed layers: index of the first block, and blocks (int32 bytes). In a
+            group of states instead: a number of tokens, and either the block with the states behind them and the block
+            to which later states are written, or one block for both. That one holds the states behind
+            ``num_computed_tokens``, or nothing if they are 0.
     """
 
     row: int
@@ -546,6 +552,11 @@ class StepPlan(Message, frozen=True):
         """See ``GroupedStepPlan``."""
         return b""
 
+    @property
+    def states(self) -> bytes:
+        """See ``GroupedStepPlan``."""
+        return b""
+
 
 class GroupedStepPlan(StepPlan, frozen=True):
     """The plan of a step of an executor with several groups of layers.
@@ -558,10 +569,15 @@ class GroupedStepPlan(StepPlan, frozen=True):
             unmapped or, when the epoch ends, is not in an inventory that stays valid. Blocks without pages may be
             unmapped too. A source of the plan's copies still lies in its pages, unless an earlier list of the plan has
             written it; all else follows the new mapping.
+        states: in groups of states, where rows write theirs (int32 bytes: row, group, n, block): the states behind the
+            row's first n tokens stay in their block, and later ones are written to ``block``. n is at least what the
+            row has computed before the step, and at most what it has computed with it less one. Of one row and group,
+            n rises.
     """
 
     windows: bytes = b""
     unmapped: bytes = b""
+    states: bytes = b""
 
 
 class CancelCopies(Message, frozen=True):
