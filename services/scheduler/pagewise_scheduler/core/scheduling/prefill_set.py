@@ -387,8 +387,8 @@ class PrefillSet:
         """Let a sequence hold the windows of its tokens from ``start`` to ``stop``."""
         added, copies = self._kv.grow_windows(sequence.table, start, stop, self._scheduler.newest_in_flight)
         self._plan.copy(copies)
-        if sequence in self._members or sequence.status is SequenceStatus.DECODE:  # else its whole tables join
-            self._plan.set_windows(sequence.row, added)
+        joins = sequence not in self._members and sequence.status is not SequenceStatus.DECODE
+        self._plan.set_windows(sequence.row, added, joins=joins)
 
     def _started(self, budget: int, num_decoding: int, in_flight: Sequence[StepInFlight], now: float) -> Chunks:
         """Start waiting sequences and schedule their first chunks, while all their known tokens fit beside the running

@@ -78,7 +78,7 @@ class SnapshotPool:
         below: "SnapshotPool | None" = None,
     ) -> None:
         self.number, self.tier, self.block_size, self.below = number, tier, block_size, below
-        self.window, self.pages_per_block, self.chunked = shape
+        self.window, self.pages_per_block, self.chunked, _ = shape
         self.num_blocks = self.num_unmapped = arena.num_pages // self.pages_per_block
         self.evicted: Callable[[Snapshot, SnapshotPool, list[BlockCopy]], None] | None = None
         self.at: dict[CachedBlock, Snapshot] = {}
@@ -107,6 +107,10 @@ class SnapshotPool:
     def users(self, block: int) -> int:
         """Tables that hold a block, and copies that read or write it."""
         return self._users[block]
+
+    def has_snapshot(self, block: int) -> bool:
+        """Whether a block belongs to a snapshot."""
+        return self._snapshots[block] > 0
 
     # ---- blocks --------------------------------------------------------------------------------------
 

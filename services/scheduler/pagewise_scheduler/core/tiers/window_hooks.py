@@ -51,14 +51,15 @@ class WindowHooks:
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""
 
-    def take_due_snapshots(self, table: BlockTable) -> None:
-        """Take the snapshots whose nodes the table has reached."""
-
     def grow_windows(
         self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
-    ) -> tuple[list[tuple[int, int]], Copies]:
+    ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``, and drop the blocks before, at
-        once or when ``in_flight_step`` returns. Returns the groups and blocks that were added, and copies."""
+        once or when ``in_flight_step`` returns.
+
+        Returns the blocks that were added, each as group, token, block, and copies. ``token``: in a group of states,
+        the one from which on states are written to the block; -1 in others.
+        """
         return [], ()
 
     def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
