@@ -3,10 +3,12 @@
 import queue
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.tiers.block_names import chain
+from pagewise_scheduler.server.executor_checks import checked_inventory
 from pagewise_shared.block_hash import BlockHash, root_hash
 from pagewise_shared.protocol import (
     DEVICE,
@@ -33,18 +35,15 @@ def _sampled(result: StepResult) -> list[float]:
 class Played:
     """A runner with the lists of copies that it confirms.
 
-    ``first``: what came behind the prompt that was computed last. ``epoch``: of its first Welcome. ``host_folder``: of
-    host memory that outlives the process.
+    ``first``: what came behind the prompt that was computed last.
     """
 
-    def __init__(self, path: Path, epoch: int, host_folder: Path | None = None, **options: object) -> None:
-        self.runner: ModelRunner = build_runner(path, exchange=peers_at(), host_folder=host_folder, **options)
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
         self.copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
-        self.runner.report_to(self.copied.put)  # type: ignore[arg-type]
-        self.epoch, self.step = epoch, 0
+        runner.report_to(self.copied.put)  # type: ignore[arg-type]
+        self.epoch, self.step = 0, 0
         self.first: list[float] = []
-        if host_folder is None:  # else its blocks are to be offered first
-            self.runner.reset(Welcome(epoch, 4, 64))
 
     @property
     def root(self) -> BlockHash:
@@ -55,14 +54,18 @@ class Played:
         """The hashes of the full blocks of a prompt."""
         return [name.hash for name in chain(self.root, pack_int32s(tokens), BLOCK_SIZE)]
 
+    def offered(self) -> list[dict[int, dict[BlockHash, int]]]:
+        """The inventory, by group and tier, as the scheduler checks it."""
+        return checked_inventory(msgspec.structs.replace(self.runner.info, inventory=self.runner.inventory()))
+
     def execute(self, **fields: object) -> StepResult:
         self.step += 1
         plan = GroupedStepPlan(self.epoch, self.step, **fields)  # type: ignore[arg-type]
         return self.runner.execute(plan).result()
 
-    def rejoin(self, *, keep: bool) -> None:
+    def rejoin(self, *, keep: bool, epoch: int | None = None) -> None:
         """A Welcome with a new epoch."""
-        self.epoch, self.step = self.epoch + 1, 0
+        self.epoch, self.step = epoch or self.epoch + 1, 0
         self.runner.reset(Welcome(self.epoch, 4, 64, keeps_blocks=keep))
 
     def begin(
@@ -112,3 +115,10 @@ class Played:
         pages = batch._maps[DEVICE].pages(group, np.array([block], np.int32))[0]
         assert pages.all()
         return self.runner._pool.gather(pages).copy()  # type: ignore[no-any-return]
+
+
+def play(path: Path, epoch: int, **options: object) -> Played:
+    """A runner that has joined."""
+    played = Played(build_runner(path, exchange=peers_at(), **options))  # type: ignore[arg-type]
+    played.rejoin(keep=False, epoch=epoch)
+    return played

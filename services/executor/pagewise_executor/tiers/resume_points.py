@@ -53,7 +53,7 @@ def resume_point(names: Sequence[BlockName], groups: Sequence[LayerGroup], block
 
 
 class _Window:
-    """A group of windowed layers. ``there`` [blocks]: whether the tier has each block; False where that is not known."""
+    """A group of windowed layers. ``there`` [blocks]: whether the tier has each block; False if that is not known."""
 
     def __init__(self, number: int, group: LayerGroup, block_size: int, num_blocks: int) -> None:
         self.number, self.group, self._block_size = number, group, block_size
