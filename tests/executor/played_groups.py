@@ -69,26 +69,27 @@ class Played:
         self.runner.reset(Welcome(self.epoch, 4, 64, keeps_blocks=keep))
 
     def begin(
-        self, tokens: list[int], blocks: list[int], window: tuple[int, list[int]], num_computed: int = 0
+        self, tokens: list[int], blocks: list[int], window: tuple[int, list[int]], num_computed: int = 0, row: int = 0
     ) -> NewSequence:
-        """A sequence that joins in row 0 with these blocks of the two groups."""
+        """A sequence that joins with these blocks of the two groups."""
         first, held = window
         return NewSequence(
-            0, pack_int32s(tokens), len(tokens), num_computed, pack_int32s(blocks), GREEDY, self.root,
+            row, pack_int32s(tokens), len(tokens), num_computed, pack_int32s(blocks), GREEDY, self.root,
             windows=((first, pack_int32s(held)),),
         )  # fmt: skip
 
-    def compute(self, tokens: list[int], free: int = 1) -> tuple[list[int], list[int]]:
-        """Compute a prompt in two chunks, in blocks whose ids follow each other; returns the full ones of both groups.
+    def compute(self, tokens: list[int], *, leave: bool = True) -> tuple[list[int], list[int]]:
+        """Compute a prompt in two chunks; returns its full blocks of both groups.
 
-        ``free``: the first id. When the second chunk comes, the window has passed most blocks of the first.
+        When the second chunk comes, the window has passed most blocks of the first. ``leave``: the row leaves then.
         """
-        end = free + -(-len(tokens) // BLOCK_SIZE)
-        blocks, windows = list(range(free, end)), list(range(end, free - 1, -1))[: end - free]
+        end = 1 + -(-len(tokens) // BLOCK_SIZE)
+        blocks, windows = list(range(1, end)), list(range(end, 1, -1))
         half = len(tokens) // 2
         self.execute(joined=(self.begin(tokens, blocks, (0, windows)),), chunks=((0, half),))
         self.first = _sampled(self.execute(chunks=((0, len(tokens) - half),)))
-        self.execute(left=(0,))
+        if leave:
+            self.execute(left=(0,))
         full = len(tokens) // BLOCK_SIZE
         return blocks[:full], windows[:full]
 

@@ -123,6 +123,24 @@ def test_overwritten_blocks_are_not_offered(model_path: Path) -> None:
     played.runner.close()
 
 
+def test_a_block_that_a_running_row_has_passed_is_known_on_the_host(model_path: Path) -> None:
+    """Also if its pages go to another block, of the other group, in the plan that copies it."""
+    played = play(model_path, 1)
+    _, windows = played.compute(PROMPT, leave=False)
+    name, content = played.hashes(PROMPT)[1], played.content(1, windows[1])
+    new = played.begin(PROMPT[:5], [FREE], (0, [FREE]), row=1)
+    freed = pack_int32s([DEVICE, 1, windows[1]])
+    copies = BlockCopies(DEVICE, HOST, pack_int32s([windows[1], 3]), group=1)
+    played.copy(copies, joined=(new,), chunks=((1, 4),), unmapped=freed)
+    full, window = played.offered()
+    assert list(window[HOST]) == [name]
+    assert HOST not in full
+    played.rejoin(keep=True)
+    played.copy(BlockCopies(HOST, DEVICE, pack_int32s([window[HOST][name], FREE]), group=1))
+    assert (played.content(1, FREE) == content).all()
+    played.runner.close()
+
+
 def test_a_host_is_found_again_with_the_blocks_of_all_groups(model_path: Path, tmp_path: Path) -> None:
     run_and_kill(model_path, tmp_path, "groups")
     played = Played(build_runner(model_path, host_folder=tmp_path, verify_copies=False))

@@ -48,13 +48,12 @@ class SlotBatch:
 
 
 class _WindowTables:
-    """The tables of a group of windowed layers. ``number``: of the group. ``slot``: its first one.
+    """The tables of a group of windowed layers. ``number``: of the group.
 
     ``first`` [num_rows]: the first entry that is not null; ``ends`` [num_rows]: the number of valid entries.
     """
 
-    def __init__(self, number: int, slot: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
-        self.slot = slot
+    def __init__(self, number: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
         self.number, self._window, self._chunked, self._block_size = number, group.window, group.chunked, block_size
         self.first: Int64s = np.zeros(num_rows, np.int64)
         self.ends: Int64s = np.zeros(num_rows, np.int64)
@@ -89,7 +88,7 @@ class GroupedBatch(InputBatch):
     ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
     ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
     the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
-    stretches of its tables that are new in this step. ``labels``: of the pages of the device, if they are needed.
+    stretches of its tables that are new in this step.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -103,9 +102,11 @@ class GroupedBatch(InputBatch):
             for number in range(len(groups))
         ]
         # Of each group [slots, num_rows, max_blocks]: the pages.
-        self._tables: list[Int32s] = [np.zeros((each, *self.block_tables.shape), np.int32) for each in pages_per_block]
+        self._first_slots = [sum(pages_per_block[:group]) for group in range(len(groups))]
+        self._all_tables: Int32s = np.zeros((sum(pages_per_block), *self.block_tables.shape), np.int32)
+        self._tables: list[Int32s] = np.split(self._all_tables, np.cumsum(pages_per_block)[:-1])
         self._windows = [
-            _WindowTables(number, sum(pages_per_block[:number]), group, len(self.block_tables), self.block_size)
+            _WindowTables(number, group, len(self.block_tables), self.block_size)
             for number, group in enumerate(groups[1:], 1)
         ]
         self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
@@ -113,7 +114,17 @@ class GroupedBatch(InputBatch):
         # Blocks that this plan puts into tables, by group: row, first index, blocks.
         self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
-        self.labels: PageLabels | None = None
+        self._labels: PageLabels | None = None
+
+    def label_with(self, labels: PageLabels) -> None:
+        """Keep the labels of the device's pages up to date."""
+        self._labels = labels
+        labels.attach(self._all_tables)
+
+    def _label(self, row: int) -> None:
+        assert self._labels is not None
+        pages = self._tables[0][0, row, : self.num_blocks[row]]
+        self._labels.label(row, self.sequences[row], int(self.num_computed[row]), pages)
 
     def restore(self, kept: KeptBlocks) -> None:
         """Give the blocks of an inventory that stays valid their pages. No plan has come yet."""
@@ -146,14 +157,10 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: the row holds none.
         """
-        held = self.sequences.get(row)
+        if self._labels is not None and row in self.sequences:
+            self._label(row)
+            self._labels.left(row)
         super().remove(row)
-        if self.labels is not None and held is not None:
-            tables = [(0, self._tables[0][:, row, : self.num_blocks[row]])]
-            for window in self._windows:
-                first, end = int(window.first[row]), int(window.ends[row])
-                tables.append((first, self._tables[window.number][:, row, first:end]))
-            self.labels.left(row, held, int(self.num_computed[row]), tables)
         self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
         for window in self._windows:
             self._tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
@@ -229,6 +236,8 @@ class GroupedBatch(InputBatch):
         for row, first, blocks in added:
             tables[:, row, first : first + len(blocks)] = pages[:, done : done + len(blocks)]
             changed.append((row, first, first + len(blocks)))
+            if self._labels is not None:
+                self._labels.note(row, self._first_slots[group], first, pages[:, done : done + len(blocks)])
             done += len(blocks)
 
     def _computed_ranges(self, work: StepWork) -> tuple[Int64s, Int64s, Int64s]:
@@ -245,8 +254,6 @@ class GroupedBatch(InputBatch):
         tables, changed = self._tables[window.number], self.changed[window.number]
         for row, first in zip(rows[passed].tolist(), seen[passed].tolist(), strict=True):
             before = int(window.first[row])
-            if self.labels is not None:
-                self.labels.passed(row, window.slot, before, tables[:, row, before:first])
             tables[:, row, before:first] = NULL_PAGE
             changed.append((row, before, first))
             window.first[row] = first
@@ -261,6 +268,7 @@ class GroupedBatch(InputBatch):
         """
         jobs = checked_copies(plan, self._sizes)
         sources = [self._sources(job) for job in jobs]
+        self._label_sources(jobs, sources)
         self._unmap(int32s(plan.unmapped))
         made = [self._of_pages(job, pages) for job, pages in zip(jobs, sources, strict=True)]
         inside = [job for job in made if job.source == job.target == DEVICE and job.peer is None]
@@ -269,6 +277,15 @@ class GroupedBatch(InputBatch):
         if len(inside) > 1:
             inside = [dataclasses.replace(inside[0], pairs=np.concatenate([job.pairs for job in inside]))]
         return [*down, *inside, *up]
+
+    def _label_sources(self, jobs: Sequence[CopyJob], sources: Sequence[Int32s]) -> None:
+        """Label pages that go to a tier with ids, which keeps the labels. In this plan the pages may enter tables."""
+        if self._labels is None:
+            return
+        for job, pages in zip(jobs, sources, strict=True):
+            if job.source == DEVICE != job.target and job.target in self._maps:
+                for row in self._labels.rows_of(pages.ravel()):
+                    self._label(row)
 
     def _unmap(self, triples: Int32s) -> None:
         if len(triples) % 3:
