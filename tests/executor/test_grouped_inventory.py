@@ -120,6 +120,13 @@ def test_overwritten_blocks_are_not_offered(model_path: Path) -> None:
     full, window = (held[DEVICE] for held in played.offered())
     assert set(full) == set(names) - {names[2], names[4]}
     assert set(window) == set(names) - {names[1], names[6]}
+    # A block that its row has passed, before the row leaves.
+    played.rejoin(keep=False)
+    _, windows = played.compute(PROMPT, leave=False)
+    played.copy(BlockCopies(DEVICE, DEVICE, pack_int32s([windows[6], windows[1]]), group=1))
+    _, window = (held[DEVICE] for held in played.offered())
+    assert set(window) >= set(names) - {names[1]}
+    assert names[1] not in window
     played.runner.close()
 
 
