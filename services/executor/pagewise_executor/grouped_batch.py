@@ -115,6 +115,7 @@ class GroupedBatch(InputBatch):
         self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
         self._labels: PageLabels | None = None
+        self._overwritten: list[Int32s] = []  # pages without computed tokens that this plan puts into tables
 
     def label_with(self, labels: PageLabels) -> None:
         """Keep the labels of the device's pages up to date."""
@@ -137,7 +138,7 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: as of ``InputBatch``; or a table does not hold what its layers see, or pages are missing.
         """
-        self._flat, self.changed = None, [[] for _ in self.groups]
+        self._flat, self.changed, self._overwritten = None, [[] for _ in self.groups], []
         for added in self._added:
             added.clear()
         work = super().apply(plan)
@@ -172,13 +173,9 @@ class GroupedBatch(InputBatch):
         return self._flat[1]
 
     def overwritten(self, work: StepWork) -> Int32s:
-        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks."""
-        found = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
-        for tables, changed in zip(self._tables, self.changed, strict=True):
-            for row, start, stop in changed:
-                computed = int(self.num_computed[row]) // self.block_size
-                found.append(tables[:, row, max(start, computed) : stop].ravel())
-        return np.concatenate([np.zeros(0, np.int32), *found])
+        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks. Only labels need them."""
+        targets = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
+        return np.concatenate([np.zeros(0, np.int32), *targets, *self._overwritten])
 
     def advance(self, work: StepWork) -> None:
         """Count the tokens of an issued step as ``InputBatch`` does."""
@@ -236,9 +233,12 @@ class GroupedBatch(InputBatch):
         for row, first, blocks in added:
             tables[:, row, first : first + len(blocks)] = pages[:, done : done + len(blocks)]
             changed.append((row, first, first + len(blocks)))
-            if self._labels is not None:
-                self._labels.note(row, self._first_slots[group], first, pages[:, done : done + len(blocks)])
             done += len(blocks)
+        if self._labels is not None:
+            rows = np.repeat([row for row, _, _ in added], [len(blocks) for _, _, blocks in added])
+            indices = np.concatenate([np.arange(first, first + len(blocks)) for _, first, blocks in added])
+            self._labels.note(rows, self._first_slots[group], indices, pages)
+            self._overwritten.append(pages[:, indices >= self.num_computed[rows] // self.block_size].ravel())
 
     def _computed_ranges(self, work: StepWork) -> tuple[Int64s, Int64s, Int64s]:
         """Return the rows that compute, and the positions [start, stop) that each computes [n]."""

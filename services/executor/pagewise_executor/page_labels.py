@@ -12,7 +12,7 @@ import numpy as np
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash, block_hash
 from pagewise_shared.protocol import Inventory, NamedBlocks, named_blocks, pack_int32s
 
-from pagewise_executor.input_batch import Int32s, SequenceState
+from pagewise_executor.input_batch import Int32s, Int64s, SequenceState
 from pagewise_executor.page_map import NULL_PAGE
 
 _SLOT_BYTES = 8
@@ -62,11 +62,9 @@ class PageLabels:
         rows = {int(self._rows[page]) for page in pages.tolist() if self._hashes[page] is None}
         return [row for row in rows if row >= 0]
 
-    def note(self, row: int, slot: int, first: int, pages: Int32s) -> None:
-        """Note ``pages`` [slots, n] that enter the table of a row. ``slot``: of the first ones. ``first``: the index of
-        the first block."""
-        self._rows[pages] = row
-        self._indices[pages] = np.arange(first, first + pages.shape[1])
+    def note(self, rows: Int64s, slot: int, indices: Int64s, pages: Int32s) -> None:
+        """Note ``pages`` [slots, n] that enter tables, at ``indices`` [n] of ``rows`` [n]. ``slot``: of the first."""
+        self._rows[pages], self._indices[pages] = rows, indices
         self._slots[pages] = np.arange(slot, slot + len(pages))[:, None]
 
     def forget(self, pages: Int32s) -> None:
