@@ -173,7 +173,7 @@ class GroupedBatch(InputBatch):
         return self._flat[1]
 
     def overwritten(self, work: StepWork) -> Int32s:
-        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks. Only labels need them."""
+        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks, if they have labels."""
         targets = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
         return np.concatenate([np.zeros(0, np.int32), *targets, *self._overwritten])
 

@@ -77,4 +77,5 @@ def _are_whole(names: Sequence[BlockName], number: int, group: LayerGroup, conta
     pages = [page_name(name, number, index) for name in names for index in range(group.pages_per_block)]
     if not pages:
         return np.zeros(0, bool)
-    return np.array(contains(pages)).reshape(len(names), -1).all(axis=1)
+    there: npt.NDArray[np.bool_] = np.array(contains(pages)).reshape(len(names), -1)
+    return np.logical_and.reduce(there, axis=1)
