@@ -29,7 +29,7 @@ def resume_point(names: Sequence[BlockName], groups: Sequence[LayerGroup], block
     pages of their blocks. The other pages are looked for when those of a whole window are there.
     """
     full, *windowed = groups
-    end = num_leading(names, lambda some: _are_whole(some, 0, full, contains).tolist())
+    end = num_leading(names, lambda some: _are_whole(some, 0, full, contains))
     windows = [_Window(number, group, block_size, end) for number, group in enumerate(windowed, 1)]
     asked, step = end, _FIRST_ASKED
     while end:
@@ -72,10 +72,9 @@ class _Window:
         return first + int(lacking[-1]) if len(lacking) else _NONE
 
 
-def _are_whole(names: Sequence[BlockName], number: int, group: LayerGroup, contains: Contains) -> npt.NDArray[np.bool_]:
+def _are_whole(names: Sequence[BlockName], number: int, group: LayerGroup, contains: Contains) -> list[bool]:
     """Return for each block of a group whether all of its pages are there."""
-    pages = [page_name(name, number, index) for name in names for index in range(group.pages_per_block)]
-    if not pages:
-        return np.zeros(0, bool)
-    there: npt.NDArray[np.bool_] = np.array(contains(pages)).reshape(len(names), -1)
-    return np.logical_and.reduce(there, axis=1)
+    each = group.pages_per_block
+    pages = [page_name(name, number, index) for name in names for index in range(each)]
+    there = contains(pages) if pages else []
+    return [all(there[start : start + each]) for start in range(0, len(there), each)]
