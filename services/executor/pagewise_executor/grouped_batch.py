@@ -101,8 +101,8 @@ class GroupedBatch(InputBatch):
             {tier: self._maps[tier].num_blocks(number) if tier in self._maps else 0 for tier in num_pages}
             for number in range(len(groups))
         ]
-        # Of each group [slots, num_rows, max_blocks]: the pages.
         self._first_slots = [sum(pages_per_block[:group]) for group in range(len(groups))]
+        # The pages [slots, num_rows, max_blocks], of all groups and of each.
         self._all_tables: Int32s = np.zeros((sum(pages_per_block), *self.block_tables.shape), np.int32)
         self._tables: list[Int32s] = np.split(self._all_tables, np.cumsum(pages_per_block)[:-1])
         self._windows = [
