@@ -26,7 +26,10 @@ def check(kind: str, path: Path) -> None:
     """Check that a family is refused by its name before weights are read, or generates the tokens of transformers."""
     config = tiny_config(kind)
     refusal = refusal_of(config, path / "refused") or ""
-    assert row_of(kind, reason_of(refusal)) in DOCUMENT.read_text().splitlines(), "run python -m tests.causal_lm_tables"
+    row = row_of(kind)
+    assert row in DOCUMENT.read_text().splitlines(), "run python -m tests.causal_lm_tables"
+    assert reason_of(refusal).replace("|", "/") in row
+    assert ("| refused |" in row) == bool(refusal)
     if not refusal:
         if kind == "gemma3n":
             pytest.importorskip(
