@@ -185,20 +185,10 @@ def _load_part(
 
     ``named``: returns the name that a tensor of the files has in a checkpoint of this model alone; None: it has none.
     """
-    from transformers import AutoModelForCausalLM
-
     from pagewise_executor.attention.paged import NAME
 
     mxfp4 = bool(_conversion(part))
-    for each in (whole, part):
-        each.quantization_config = None  # transformers reads no weights in MXFP4 here
-    with torch.device("meta"):
-        complete, empty = (
-            AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                each, attn_implementation=NAME, dtype=dtype, trust_remote_code=config.trust_remote_code
-            )
-            for each in (whole, part)
-        )
+    complete, empty = _skeletons(config, whole, part, dtype)
     vocabulary = vocabulary_names(complete)
     shards = Shards(ranks, division_plan(complete, vocabulary), vocabulary)
     _try_part(config, part, dtype, ranks)
@@ -236,6 +226,23 @@ def _load_part(
             output_loading_info=True,
         )
     return model, shards, differences_of(info)
+
+
+def _skeletons(config: ExecutorConfig, whole: Any, part: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the whole model and a rank's part of it, without weights."""
+    from transformers import AutoModelForCausalLM
+
+    from pagewise_executor.attention.paged import NAME
+
+    made = []
+    for each in (whole, part):
+        each.quantization_config = None  # ``mxfp4.joined`` reads these weights, and transformers does not
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                each, attn_implementation=NAME, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
+        made.append(model)
+    return made[0], made[1]
 
 
 def _try_part(config: ExecutorConfig, part: Any, dtype: torch.dtype, ranks: Ranks) -> None:
