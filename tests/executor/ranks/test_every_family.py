@@ -9,8 +9,7 @@ from pagewise_executor.models.text_part import text_part
 
 from tests.causal_lm_tables import DOCUMENT
 from tests.every_causal_lm import build_tiny, tiny_config
-from tests.executor.ranks.groups import ThreadGroup, config_of
-from tests.executor.ranks.test_families import greedy
+from tests.executor.ranks.groups import ThreadGroup, config_of, greedy
 
 DIVIDED = re.findall(r"^\| `([\w-]+)` \| served \| yes \|", DOCUMENT.read_text(), re.MULTILINE)
 

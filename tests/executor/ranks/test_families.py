@@ -14,7 +14,7 @@ from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
-from tests.executor.ranks.groups import ThreadGroup, config_of, group_of
+from tests.executor.ranks.groups import LENGTHS, ThreadGroup, config_of, greedy, group_of, prompts
 from tests.executor.references import reference
 from tests.model_builders import EAGER, VOCAB_SIZE, build_model
 
@@ -23,24 +23,6 @@ BY_STRUCTURE = ("deepseek_v3", "gpt_oss", "olmo3")
 """Of these transformers does not say how all of their layers are divided."""
 GENERATED = ("gpt_oss", "olmo3", "gemma4", "gemma4_moe", "llama4", "qwen3_moe", "minimax_m2", "glm4_moe", "deepseek_v3")
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "top_k": 150, "top_p": 0.95}
-LENGTHS = [(1, 20), (3, 24), (17, 20), (40, 9), (33, 1), (64, 12), (5, 24)]
-
-
-def prompts() -> list[list[int]]:
-    rng = random.Random(3)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in LENGTHS]
-
-
-def greedy(runner: Runner) -> tuple[list[list[int]], int]:
-    """Tokens of a few requests in little memory, and how often a sequence was preempted."""
-    requests = [
-        request(prompt, most, name=f"r{number}")
-        for number, (prompt, (_, most)) in enumerate(zip(prompts(), LENGTHS, strict=True))
-    ]
-    scheduler, _ = run_requests(
-        runner, requests, num_blocks=14, max_num_seqs=6, max_num_batched_tokens=19, arrive_every=2
-    )
-    return [one.sequences[0].output_token_ids.tolist() for one in requests], scheduler.num_preemptions
 
 
 @pytest.mark.parametrize(

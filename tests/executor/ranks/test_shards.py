@@ -1,5 +1,7 @@
 """Which part of a model each rank holds."""
 
+from typing import Any
+
 import pytest
 import torch
 from pagewise_executor.collectives import Ranks
@@ -12,7 +14,7 @@ from pagewise_executor.models.shards import (
     shard_config,
 )
 from pagewise_shared.errors import ModelError
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, ModernBertDecoderConfig, Qwen3MoeConfig
 
 EXPERTS = "model.layers.*.mlp.experts"
 PLAN = LLAMA_PLAN | {f"{EXPERTS}.gate_up_proj": "packed_colwise", f"{EXPERTS}.down_proj": "rowwise"}
@@ -133,8 +135,18 @@ def test_sizes_that_do_not_divide_are_named(settings: dict[str, int], size: int,
         shard_config("a model", config, size)
 
 
+def test_no_part_has_a_token_for_padding() -> None:
+    """transformers makes the embedding of this token zero, which is another one in each part."""
+    config = LlamaConfig(pad_token_id=2)
+    shard_config("a model", config, 2)
+    assert config.pad_token_id is None
+    with pytest.raises(ModelError, match=r"of a model has to have a pad_token_id"):
+        shard_config("a model", ModernBertDecoderConfig(), 2)
+
+
 def test_sizes_of_each_layer_are_divided() -> None:
-    config = LlamaConfig(num_attention_heads=8, num_key_value_heads=4, num_attention_heads_per_layer=[8, 4])
+    config: Any = LlamaConfig(num_attention_heads=8, num_key_value_heads=4)
+    config.num_attention_heads_per_layer = [8, 4]
     shard_config("a model", config, 2)
     assert config.num_attention_heads_per_layer == [4, 2]
     with pytest.raises(ModelError, match=r"heads_per_layer is \[4, 2\]; numbers of ranks that work: 1, 2"):

@@ -92,7 +92,21 @@ def shard_config(name: str, text: Any, size: int) -> None:
         setattr(text, key, [one // size for one in count] if isinstance(count, list) else count // size)
     text.vocab_size = -(-text.vocab_size // size)
     if getattr(text, "pad_token_id", None) is not None:
-        text.pad_token_id = 0  # its own need not be among the tokens of this rank, and it is for training only
+        _drop_padding(name, text, size)
+
+
+def _drop_padding(name: str, text: Any, size: int) -> None:
+    """Remove the token for padding: its embedding, of zeros, would be at the same place in the part of each rank.
+
+    Raises:
+        ModelError: the configuration has to name one.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        text.pad_token_id = None
+    except StrictDataclassError as error:
+        raise ModelError(f"--tensor-parallel {size}: the config.json of {name} has to have a pad_token_id") from error
 
 
 def _divide_layers(name: str, text: Any, size: int) -> None:
