@@ -20,6 +20,7 @@ import torch
 import transformers
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.kv.kv_pool import bytes_per_block
+from pagewise_executor.models.aliases import ALIASES
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.text_part import text_part
@@ -105,6 +106,8 @@ def _tried(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> tuple[t
 
 def row_of(kind: str) -> str:
     """The row of a family."""
+    if (alias := ALIASES.get(kind)) is not None:
+        return row_of(alias).replace(f"`{alias}` | served", f"`{kind}` | served as `{alias}`")
     if reason := refusal(tiny_config(kind)):
         return f"| `{kind}` | refused | | {reason.replace('|', '/')} |"
     why = undivided(tiny_config(kind))
@@ -113,7 +116,7 @@ def row_of(kind: str) -> str:
 
 def families_table() -> str:
     """One row for each causal LM of transformers."""
-    rows = [row_of(kind) for kind in sorted(causal_lms())]
+    rows = [row_of(kind) for kind in sorted({*causal_lms(), *ALIASES})]
     return "\n".join(["| model_type | | ranks | why not |", "|---|---|---|---|", *rows])
 
 

@@ -15,6 +15,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.progress import logged_bar
 
 from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.aliases import config_of_alias
 from pagewise_executor.models.attention_temperature import fix_temperature
 from pagewise_executor.models.latents import absorb_latents, register_mistral4
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
@@ -49,6 +50,8 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
     """
     from transformers import AutoConfig
 
+    if not config.trust_remote_code and (alias := config_of_alias(config.model, path)) is not None:
+        return alias
     check_known(config.model, path)
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
