@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping
-from os.path import commonprefix
 from pathlib import Path
 from typing import Literal
 
@@ -107,8 +106,13 @@ def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base
 
 def _shared_with_earlier(prompts: list[list[int]]) -> list[int]:
     """How many tokens each prompt shares with an earlier one, without its last token, which is computed."""
+
+    def shared(one: list[int], other: list[int]) -> int:
+        pairs = enumerate(zip(one, other, strict=False))
+        return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+
     return [
-        min(max((len(commonprefix([prompt, earlier])) for earlier in prompts[:number]), default=0), len(prompt) - 1)
+        min(max((shared(prompt, earlier) for earlier in prompts[:number]), default=0), len(prompt) - 1)
         for number, prompt in enumerate(prompts)
     ]
 

@@ -297,7 +297,7 @@ class NormOverRanks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x [.., this rank's heads and their numbers]."""
         wide = x.float()
-        squares = self._ranks.reduce(wide.square().mean(-1, keepdim=True)) / self._ranks.size
+        squares = self._ranks.reduce(wide.pow(2).mean(-1, keepdim=True)) / self._ranks.size
         wide = wide * torch.rsqrt(squares + self._eps)
         return self.weight * wide.to(x.dtype) if self._late else (self.weight * wide).to(x.dtype)
 
