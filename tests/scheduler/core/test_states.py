@@ -1,5 +1,6 @@
 """States of recurrent layers: what a sequence keeps, where others begin, and what comes back from other tiers."""
 
+import pytest
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
@@ -75,3 +76,28 @@ def test_states_come_back_from_the_disk() -> None:
         begin(scheduler, executor, [1000 * (other + 1) + i for i in range(130)])
     again = begin(scheduler, executor, [*prompt, 7, 7])
     assert sum(again.cached_tokens.values()) == 120
+
+
+@pytest.mark.parametrize("shift", [0, 1, 100, 333, 600])
+def test_prompts_that_leave_a_prefix_anywhere_hit_it(shift: int) -> None:
+    """64 prompts share a beginning, at whose end none ends. The first ones take a snapshot where they leave it."""
+    scheduler = create(4000, 1, (STATES,), budget=512, block_size=16)
+    executor = executor_for(scheduler)
+    shared = [*range(1000 + shift)]
+    hits = [
+        begin(scheduler, executor, [*shared, *(10_000 * (number + 1) + i for i in range(50))]).num_cached_tokens
+        for number in range(64)
+    ]
+    assert hits[2:] == [(1000 + shift) // 16 * 16] * 62
+
+
+def test_snapshots_are_counted() -> None:
+    scheduler = create(100, 1, (STATES,))
+    executor = executor_for(scheduler)
+    begin(scheduler, executor, [*range(40)], 12)
+    begin(scheduler, executor, [*range(40), 7])
+    counters = scheduler.kv.pool.counters
+    assert (counters.snapshots_taken, counters.snapshots_used, counters.snapshots_unused) == (2, 1, 0)
+    for other in range(4):
+        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(70)])
+    assert counters.snapshots_unused >= 2

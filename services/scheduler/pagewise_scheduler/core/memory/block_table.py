@@ -42,19 +42,19 @@ class StateTable(WindowTable):
     """The blocks of a sequence in a group of states: the ones behind ``tokens`` tokens, which it keeps, and the one to
     which steps write, which is the last of ``blocks``. There is none of these until its first step is planned.
 
-    ``entry``: what ``joined`` returns for the sequence that has just begun; None: some step has written. ``stop``: the
+    ``entry``: the tokens behind which the sequence begins that joins next; None: some step has written. ``stop``: the
     number of tokens behind which the last block has the states when all planned steps are back; in decoding, the end of
     the block of tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
     stop: int = -1
-    entry: tuple[int, list[int]] | None = None
+    entry: int | None = None
 
     def take(self, other: WindowTable) -> None:
         """Have what ``other`` has."""
         assert isinstance(other, StateTable)
-        self.blocks, self.tokens, self.entry, self.stop = other.blocks, other.tokens, None, -1
+        self.blocks, self.tokens, self.entry, self.stop = [*other.blocks], [*other.tokens], None, -1
 
     def clear(self) -> None:
         """Hold nothing any more."""
@@ -64,7 +64,10 @@ class StateTable(WindowTable):
     def joined(self) -> tuple[int, list[int]]:
         """How a sequence that joins describes it, as ``NewSequence.windows`` has it."""
         entry, self.entry = self.entry, None
-        return entry or (0, self.blocks[-1:])
+        if not entry:
+            return 0, self.blocks[:1] if entry == 0 else self.blocks[-1:]
+        at = self.tokens.index(entry)
+        return entry, self.blocks[at : at + 2]
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import Segment, num_computed
 
 from pagewise_scheduler.core.memory import eviction
-from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, WindowTable
 from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.timeline import Timeline
@@ -286,7 +286,7 @@ class Request:
     def create_next(self) -> RequestSequence:
         """Create the next sequence that is pending, with a block table like that of the one before."""
         index = len(self.sequences)
-        block_size, windows = 1, ()
+        block_size, windows = 1, tuple[WindowTable, ...]()
         if index:
             before = self.sequences[-1].table
             block_size, windows = before.block_size, tuple(type(one)() for one in before.windows)

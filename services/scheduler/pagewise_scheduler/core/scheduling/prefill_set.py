@@ -289,7 +289,10 @@ class PrefillSet:
         """Give a row to a sequence that has kept its blocks and knows one more token; False: there is no room."""
         if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs or self._plan_is_full:
             return False
-        if sequence.table.cache_salt != sequence.cache_salt:
+        if (
+            sequence.table.cache_salt != sequence.cache_salt
+            or self._kv.num_to_write(sequence.table) > self._kv.num_available
+        ):
             return False
         if not all(feature.may_rejoin(sequence) for feature in self._features.in_use):
             return False
@@ -459,8 +462,7 @@ class PrefillSet:
         # ``begin`` pins the blocks to be loaded. It comes before ``grow``, which may demote blocks of the device: these
         # must not evict the blocks to be loaded from their tier.
         recovery = self._recoveries.begin(sequence, prefix, plan, now)
-        if recovery.windows:
-            self._plan.copy(kv.reserve_windows(table, recovery.windows))
+        self._plan.copy(kv.begin_windows(table, recovery.windows))
         size = self._size(sequence, budget)
         num_tokens = max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.locations else 0)
         self._plan.copy(kv.grow(table, num_tokens)[1])

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, takewhile
+from itertools import chain, takewhile, zip_longest
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, pack_int32s
@@ -61,7 +61,7 @@ class GroupedKVCacheManager(KVCacheManager):
         self.host.share(arena, each, self._forget_snapshots)
         self.host.can_begin = self.can_begin
         self.host.snapshots = tuple(
-            SnapshotPool(group, number, one, self.block_size, arena, policy)
+            SnapshotPool(group, number, one, self.block_size, arena, policy, counters)
             for group, one in enumerate(self.shape.windows, 1)
         )
         return self.host
@@ -75,7 +75,7 @@ class GroupedKVCacheManager(KVCacheManager):
         lower = self.host.snapshots if self.host is not None else (None,) * len(shape.windows)
         self.windows = tuple(
             (StateGroup if one.state else WindowGroup)(
-                number, one, self.block_size, shape.most_tokens, self._arena, policy, below
+                number, one, self.block_size, shape.most_tokens, self._arena, policy, counters, below
             )
             for number, (one, below) in enumerate(zip(shape.windows, lower, strict=True), 1)
         )
@@ -242,17 +242,20 @@ class GroupedKVCacheManager(KVCacheManager):
         for number in groups:
             pool = self.host.snapshots[number - 1]
             pool.pin(blocks := pool.blocks_at(node) or [])
+            pool.used(node)
             held.append([Location(self.host, pool.tier, block, node, group=number) for block in blocks])
         return held
 
-    def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
-        """Let a table have blocks for the windows that are to be loaded into them. Returns copies as ``grow`` does."""
+    def begin_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
+        """Let a table that has taken a prefix have blocks for the windows that are loaded, which are ``held``, and for
+        what its sequence writes. Returns copies as ``grow`` does."""
         made: list[BlockCopy] = []
-        for group, one, locations in zip(self.windows, table.windows, held, strict=True):
-            one.loading = True
+        for group, one, locations in zip_longest(self.windows, table.windows, held, fillvalue=[]):
+            one.loading = bool(held)
             if locations:
-                one.blocks, copies = group.reserve(len(locations))
+                one.blocks[:0], copies = group.reserve(len(locations))
                 made += copies
+            made += group.begin(one)
         return made
 
     def nothing(self) -> CachedPrefix:
@@ -296,6 +299,11 @@ class GroupedKVCacheManager(KVCacheManager):
         for group, one in zip(self.windows, table.windows, strict=True) if prefix.partial_tokens else ():
             made += group.copy_last(one)
         return made
+
+    def num_to_write(self, table: BlockTable) -> int:
+        """By how much ``num_available`` falls if a sequence writes into the blocks that it has."""
+        windows = zip(self.windows, table.windows, strict=True)
+        return sum(group.num_to_write(one) * group.pages_per_block for group, one in windows)
 
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.

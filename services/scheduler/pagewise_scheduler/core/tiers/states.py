@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from pagewise_scheduler.core.memory.block_table import StateTable, WindowTable
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape
@@ -36,9 +37,10 @@ class StateGroup(WindowGroup):
         most_tokens: int,
         arena: Arena,
         policy: EvictionPolicy,
+        counters: MemoryCounters,
         below: SnapshotPool | None = None,
     ) -> None:
-        super().__init__(number, shape, block_size, most_tokens, arena, policy, below)
+        super().__init__(number, shape, block_size, most_tokens, arena, policy, counters, below)
         self.margin, self.most_blocks = 0, _MOST_BLOCKS
 
     def new_table(self) -> StateTable:
@@ -62,9 +64,22 @@ class StateGroup(WindowGroup):
         block = table.blocks[table.tokens.index(num_tokens) if num_tokens in table.tokens else -1]
         return StateTable(blocks=[block], tokens=[num_tokens])
 
+    def begin(self, table: WindowTable) -> Copies:
+        """Let a table that has what its sequence begins with have a block to write. Returns copies as ``reserve``."""
+        assert isinstance(table, StateTable)
+        block, copies = self.reserve(1)
+        table.blocks += block
+        table.entry = table.tokens[-1] if table.tokens else 0
+        return copies
+
     def copy_last(self, table: WindowTable) -> Copies:
         """Do nothing: what a sequence shares it does not write."""
         return ()
+
+    def num_to_write(self, table: WindowTable) -> int:
+        """The blocks that a table needs to write further states: one if it shares its last."""
+        last = table.blocks[-1]
+        return int(self.users(last) > 1 or self.has_snapshot(last))
 
     def grow(
         self,
@@ -82,28 +97,21 @@ class StateGroup(WindowGroup):
         assert isinstance(table, StateTable)
         copies: list[BlockCopy] = []
         size, blocks, tokens = self.block_size, table.blocks, table.tokens
-        begins = len(blocks) == len(tokens)
-        if begins:
-            blocks += self._one(copies)
-            table.entry = tokens[-1] if tokens else 0, blocks[-2:]
         marks = [depth * size for depth in due if start < depth * size < num_tokens]
-        if start < num_tokens and not begins and start not in tokens[-1:]:
-            last = blocks[-1]
-            if start % size == 0 or self.users(last) > 1 or self.has_snapshot(last):
-                marks.insert(0, start)
+        ends_here = start < num_tokens and start % size == 0
+        if start not in tokens[-1:] and table.entry is None and (ends_here or self.num_to_write(table)):
+            marks.insert(0, start)
         switched: list[tuple[int, int]] = []
         for token in marks:
-            (block,) = self._one(copies)
+            (block,), made = self.reserve(1)
+            copies += made
             tokens.append(token)
             blocks.append(block)
             switched.append((token, block))
+        if start == num_tokens and switched:  # it joins again with that
+            table.entry, switched = start, []
         table.stop = num_tokens if start < num_tokens else table.stop
         return switched, copies
-
-    def _one(self, copies: list[BlockCopy]) -> list[int]:
-        block, made = self.reserve(1)
-        copies += made
-        return block
 
     def computed(self, table: WindowTable, known: int, due: Sequence[int]) -> None:
         """Drop what is older than the newest states behind the ``known`` full blocks that are computed, but not what is
@@ -127,4 +135,5 @@ class StateGroup(WindowGroup):
         at = table.tokens.index(token) if token in table.tokens else -1
         if not table.loading and (at >= 0 or token == table.stop):
             since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
+            self._counters.snapshots_taken += 1
             self._add(Snapshot([node], node.depth - 1, [table.blocks[at]], since))

@@ -44,9 +44,14 @@ class WindowHooks:
         """Hold the windows at the end of a node in the tier below the device, of each of ``groups``."""
         return []
 
-    def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
-        """Let a table have blocks for the windows that are to be loaded into them. Returns copies as ``grow`` does."""
+    def begin_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
+        """Let a table that has taken a prefix have blocks for the windows that are loaded, which are ``held``, and for
+        what its sequence writes. Returns copies as ``grow`` does."""
         return ()
+
+    def num_to_write(self, table: BlockTable) -> int:
+        """By how much ``num_available`` falls if a sequence writes into the blocks that it has."""
+        return 0
 
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""

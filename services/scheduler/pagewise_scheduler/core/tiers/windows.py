@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.block_table import WindowTable
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape
@@ -35,9 +36,10 @@ class WindowGroup(SnapshotPool):
         most_tokens: int,
         arena: Arena,
         policy: EvictionPolicy,
+        counters: MemoryCounters,
         below: SnapshotPool | None = None,
     ) -> None:
-        super().__init__(number, DEVICE, shape, block_size, arena, policy, below)
+        super().__init__(number, DEVICE, shape, block_size, arena, policy, counters, below)
         self.margin = -(-MARGIN // block_size)
         self.most_blocks = -(-(self.window - 1 + most_tokens) // block_size) + 3 + self.margin
         self._retiring: deque[tuple[int, list[int]]] = deque()
@@ -67,6 +69,14 @@ class WindowGroup(SnapshotPool):
         first = max(table.first, self.first_needed(num_tokens))
         last = -(-num_tokens // self.block_size)
         return WindowTable(first, table.blocks[first - table.first : last - table.first])
+
+    def begin(self, table: WindowTable) -> Copies:
+        """A table has what its sequence begins with. Returns copies as ``reserve`` does."""
+        return ()
+
+    def num_to_write(self, table: WindowTable) -> int:
+        """The blocks that a table needs to write into its last block."""
+        return 0
 
     def copy_last(self, table: WindowTable) -> Copies:
         """Let a table have a block of its own instead of the last one, of which it shares a part."""
@@ -137,4 +147,5 @@ class WindowGroup(SnapshotPool):
         first = max(table.first, needed - self.margin)
         blocks = table.blocks[first - table.first : node.depth - table.first]
         since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
+        self._counters.snapshots_taken += 1
         self._add(Snapshot(self._points(node, first), first, blocks, since))
