@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, takewhile, zip_longest
+from itertools import chain, takewhile
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, pack_int32s
@@ -250,7 +250,8 @@ class GroupedKVCacheManager(KVCacheManager):
         """Let a table that has taken a prefix have blocks for the windows that are loaded, which are ``held``, and for
         what its sequence writes. Returns copies as ``grow`` does."""
         made: list[BlockCopy] = []
-        for group, one, locations in zip_longest(self.windows, table.windows, held, fillvalue=[]):
+        loads = held or [[]] * len(self.windows)
+        for group, one, locations in zip(self.windows, table.windows, loads, strict=True):
             one.loading = bool(held)
             if locations:
                 one.blocks[:0], copies = group.reserve(len(locations))
