@@ -1,19 +1,102 @@
 """Mixtures of experts on the CPU in float32, which ``pagewise_kernels.experts`` computes on a GPU."""
 
+import math
+from typing import NamedTuple
+
 import torch
 
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
-from pagewise_kernels.cpu.operations import check_input, pack_panels
+from pagewise_kernels.cpu.operations import PackedWeight, check_input, pack_panels
+
+MAX_EXPERTS = 4096
+
+
+class Choice(NamedTuple):
+    """How a router chooses ``top_k`` of its experts, and the weights of their outputs.
+
+    Scores are the softmax of the logits, or with a ``correction`` the sigmoid of each. The weight of a chosen expert is
+    its score, with ``normalise`` over the sum of the chosen scores, times ``scale``. The ``correction`` [experts] is
+    added to the scores for the choice alone. It is among the ``top_groups`` best of ``groups`` groups of experts, where a
+    group is as good as the sum of its two best scores.
+    """
+
+    top_k: int
+    normalise: bool = True
+    scale: float = 1.0
+    correction: torch.Tensor | None = None
+    groups: int = 1
+    top_groups: int = 1
+
+    def fits(self, experts: int) -> bool:
+        """Return whether a router of so many experts can choose so."""
+        size, rest = divmod(experts, self.groups)
+        corrected = self.correction is not None
+        return (
+            experts <= MAX_EXPERTS
+            and rest == 0
+            and 1 <= self.top_groups <= self.groups
+            and 1 <= self.top_k <= self.top_groups * size
+            and (self.groups == 1 or (corrected and size > 1))
+            and (self.correction is None or self.correction.shape == (experts,))
+        )
+
+
+class Router:
+    """Chooses experts by logits of ``weight`` [experts, hidden] and ``bias`` [experts].
+
+    Raises:
+        TypeError: the weight is not float32 on the CPU. ValueError: the choice does not fit its experts.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, choice: Choice) -> None:
+        if not choice.fits(len(weight)):
+            raise ValueError(f"a router of {len(weight)} experts cannot choose by {choice}")
+        self._library = load_library()
+        self._weight = PackedWeight(weight, bias)
+        self._correction = None if choice.correction is None else choice.correction.detach().float().contiguous()
+        self._pointers = *self._weight.pointers, None if self._correction is None else self._correction.data_ptr()
+        self._top_k = choice.top_k
+        self._settings = choice.top_k, choice.groups, choice.top_groups, choice.normalise, choice.scale
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logits [tokens, experts], weights [tokens, k] and experts int64 [tokens, k] of x [tokens, hidden].
+
+        Raises:
+            ValueError: x does not fit. TypeError: it is not float32 on the CPU.
+        """
+        tokens = check_input(x, self._weight.ins)
+        logits = empty((tokens, self._weight.outs), x.dtype)
+        weights = empty((tokens, self._top_k), x.dtype)
+        chosen = empty((tokens, self._top_k), torch.int64)
+        self._library.pagewise_route(
+            x.data_ptr(), x.stride(0), *self._pointers, logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), tokens,
+            self._weight.ins, self._weight.outs, *self._settings, threads(), parallel_regions(),
+        )  # fmt: skip
+        return logits, weights, chosen
+
+
+class Activation(NamedTuple):
+    """What an expert makes of gate and up: gate · sigmoid(alpha · gate) · (up + shift), where neither is beyond
+    ``limit``: gate is at most this, and up between it and its negative. The default is silu(gate) · up."""
+
+    alpha: float = 1.0
+    shift: float = 0.0
+    limit: float = math.inf
 
 
 class PackedExperts:
     """The weights of gate and up [experts, 2 · inner, hidden] and of down [experts, hidden, inner] in panels.
 
+    ``gate_up_bias`` [experts, 2 · inner], ``down_bias`` [experts, hidden]: both, or neither.
+
     Raises:
         TypeError: the weights are not float32 on the CPU. ValueError: their shapes do not fit.
     """
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(
+        self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None, activation: Activation = Activation(),
+    ) -> None:  # fmt: skip
         if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
             raise ValueError(
                 "experts have gate and up [experts, 2 * inner, hidden] and down [experts, hidden, inner], not "
@@ -21,8 +104,14 @@ class PackedExperts:
             )
         self._library = load_library()
         self.num_experts, self.hidden, self.inner = down.shape
-        self.gate_up = pack_panels(gate_up.unflatten(1, (2, self.inner)))
-        self.down = pack_panels(down)
+        self.gate_up, self.down = pack_panels(_in_turns(gate_up)), pack_panels(down)
+        self._biases: tuple[torch.Tensor, torch.Tensor] | None = None
+        if gate_up_bias is not None and down_bias is not None:
+            if gate_up_bias.shape != gate_up.shape[:2] or down_bias.shape != down.shape[:2]:
+                raise ValueError(f"biases of the experts cannot be {list(gate_up_bias.shape)}, {list(down_bias.shape)}")
+            self._biases = _in_turns(gate_up_bias[..., None].float())[..., 0].contiguous(), down_bias.float().contiguous()
+        gate_up_at, down_at = (bias.data_ptr() for bias in self._biases) if self._biases else (None, None)
+        self._weights = self.gate_up.data_ptr(), gate_up_at, self.down.data_ptr(), down_at, *activation
 
     @property
     def num_weights(self) -> int:
@@ -46,13 +135,21 @@ class PackedExperts:
         pairs, top_k = chosen.numel(), chosen.shape[1]
         chosen, weights = chosen.long().contiguous(), weights.float().contiguous()
         out = empty((tokens, self.hidden), x.dtype)
-        rows, activated = empty((pairs, self.hidden), x.dtype), empty((pairs, self.inner), x.dtype)
-        scratch = torch.empty(2 * self.num_experts + 1 + pairs, dtype=torch.int64)
+        # As float32, of which two are an integer of the C function.
+        scratch = empty((2 * (2 * self.num_experts + 1 + pairs) + pairs * (self.hidden + self.inner),), torch.float32)
         failed = self._library.pagewise_experts(
-            x.data_ptr(), self.gate_up.data_ptr(), self.down.data_ptr(), weights.data_ptr(), x.stride(0),
-            chosen.data_ptr(), scratch.data_ptr(), rows.data_ptr(), activated.data_ptr(), out.data_ptr(), tokens,
-            top_k, self.num_experts, self.hidden, self.inner, threads(), parallel_regions(),
+            x.data_ptr(), x.stride(0), *self._weights, chosen.data_ptr(), weights.data_ptr(), scratch.data_ptr(),
+            out.data_ptr(), tokens, top_k, self.num_experts, self.hidden, self.inner, threads(), parallel_regions(),
         )  # fmt: skip
         if failed:
             raise ValueError(f"tokens chose experts that are not among the {self.num_experts}")
         return out
+
+
+def _in_turns(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gate and up [experts, 2 · inner, ..] as half a panel of the one and half of the other in turns, with zeros
+    behind the last of each."""
+    half = load_library().pagewise_panel() // 2
+    both = gate_up.detach().unflatten(1, (2, -1))
+    padded = torch.nn.functional.pad(both, (0, 0, 0, -both.shape[2] % half))
+    return padded.unflatten(2, (-1, half)).transpose(1, 2).flatten(1, 3)

@@ -84,7 +84,7 @@ class PackedWeight:
         self.packed = pack_panels(weight)
         self.outs, self.ins = weight.shape
         self.bias = None if bias is None else bias.detach().float().contiguous()
-        self._pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+        self.pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].
@@ -94,7 +94,7 @@ class PackedWeight:
         """
         rows = check_input(x, self.ins)
         out = empty((rows, self.outs), x.dtype)
-        packed, bias = self._pointers
+        packed, bias = self.pointers
         self._library.pagewise_linear(
             x.data_ptr(), x.stride(0), packed, bias, out.data_ptr(), rows, self.ins, self.outs, threads(),
             parallel_regions(),

@@ -16,9 +16,10 @@ from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
+from pagewise_executor.models.cpu_mixtures import pack_mixtures
 from pagewise_executor.models.few_rows import make_skinny
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers, sum_of_one
-from pagewise_executor.models.grouped_experts import make_grouped, pack_experts
+from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.operations import CpuOperations, Operations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.quantised_linear import FP8, make_fast, quantise_linears, report
@@ -86,7 +87,7 @@ def _replace_linears(
     if device.type != "cpu":
         return 0
     if kernels == "cpu":
-        pack_experts(model, part)
+        pack_mixtures(model, part)
     packed = pack_linears(model, kernels, config.quantization, part)
     return_freed_memory()  # the next part may not fit into the holes that this one has left
     return packed
