@@ -4,6 +4,13 @@
 #define AHEAD (VEC == 8 ? 256 : 0)
 #include "products.h"
 
+// Of elementwise.c and router.c.
+void pagewise_rms_norm(const void *x, long x_stride, void *residual, const void *weight, void *out, long rows, long size,
+                       float eps, int bf16, long threads, parallel_fn parallel);
+void pagewise_route(const float *x, long x_stride, const float *packed, const float *bias, const float *correction,
+                    float *logits, float *weights, int64_t *chosen, long tokens, long hidden, long experts, long top_k,
+                    long groups, long top_groups, long normalise, float scale, long threads, parallel_fn parallel);
+
 // What an expert makes of gate and up: gate * sigmoid(alpha * gate) * (up + shift), where neither is beyond the limit.
 struct activation {
   float alpha, shift, limit;
@@ -130,4 +137,27 @@ EXPORT int pagewise_experts(const float *x, long x_stride, const float *gate_up,
   run_phase(&a, project, pairs * inner * hidden, threads, parallel);
   run_phase(&a, add_up, pairs * hidden, threads, parallel);
   return 0;
+}
+
+// A whole mixture: a norm with a residual, as pagewise_rms_norm says, whose weight is ``norm``, or NULL for none; then its
+// router and its experts. scratch: int64 [pairs], that of pagewise_experts, and float [tokens * (hidden + experts) + pairs].
+EXPORT void pagewise_mixture(const float *x, long x_stride, float *residual, const float *norm, float eps,
+                             const float *packed, const float *bias, const float *correction, const float *gate_up,
+                             const float *gate_up_bias, const float *down, const float *down_bias, float alpha, float shift,
+                             float limit, int64_t *scratch, float *out, long tokens, long top_k, long groups,
+                             long top_groups, long normalise, float scale, long num_experts, long hidden, long inner,
+                             long threads, parallel_fn parallel) {
+  long pairs = tokens * top_k;
+  int64_t *own = scratch + pairs;
+  float *normed = (float *)(own + 2 * num_experts + 1 + pairs) + pairs * (hidden + inner);
+  float *logits = normed + tokens * hidden, *weights = logits + tokens * num_experts;
+  if (norm) {
+    pagewise_rms_norm(x, x_stride, residual, norm, normed, tokens, hidden, eps, 0, threads, parallel);
+    x = normed;
+    x_stride = hidden;
+  }
+  pagewise_route(x, x_stride, packed, bias, correction, logits, weights, scratch, tokens, hidden, num_experts, top_k, groups,
+                 top_groups, normalise, scale, threads, parallel);
+  pagewise_experts(x, x_stride, gate_up, gate_up_bias, down, down_bias, alpha, shift, limit, scratch, weights, own, out,
+                   tokens, top_k, num_experts, hidden, inner, threads, parallel);
 }

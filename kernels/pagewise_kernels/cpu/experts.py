@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
-from pagewise_kernels.cpu.operations import PackedWeight, check_input, pack_panels
+from pagewise_kernels.cpu.operations import PackedWeight, check_input, check_norm, pack_panels
 
 MAX_EXPERTS = 4096
 
@@ -54,9 +54,9 @@ class Router:
         self._library = load_library()
         self._weight = PackedWeight(weight, bias)
         self._correction = None if choice.correction is None else choice.correction.detach().float().contiguous()
-        self._pointers = *self._weight.pointers, None if self._correction is None else self._correction.data_ptr()
-        self._top_k = choice.top_k
-        self._settings = choice.top_k, choice.groups, choice.top_groups, choice.normalise, choice.scale
+        self.pointers = *self._weight.pointers, None if self._correction is None else self._correction.data_ptr()
+        self.hidden, self.num_experts, self.top_k = self._weight.ins, self._weight.outs, choice.top_k
+        self.settings = choice.top_k, choice.groups, choice.top_groups, choice.normalise, choice.scale
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits [tokens, experts], weights [tokens, k] and experts int64 [tokens, k] of x [tokens, hidden].
@@ -64,13 +64,13 @@ class Router:
         Raises:
             ValueError: x does not fit. TypeError: it is not float32 on the CPU.
         """
-        tokens = check_input(x, self._weight.ins)
-        logits = empty((tokens, self._weight.outs), x.dtype)
-        weights = empty((tokens, self._top_k), x.dtype)
-        chosen = empty((tokens, self._top_k), torch.int64)
+        tokens = check_input(x, self.hidden)
+        logits = empty((tokens, self.num_experts), x.dtype)
+        weights = empty((tokens, self.top_k), x.dtype)
+        chosen = empty((tokens, self.top_k), torch.int64)
         self._library.pagewise_route(
-            x.data_ptr(), x.stride(0), *self._pointers, logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), tokens,
-            self._weight.ins, self._weight.outs, *self._settings, threads(), parallel_regions(),
+            x.data_ptr(), x.stride(0), *self.pointers, logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), tokens,
+            self.hidden, self.num_experts, *self.settings, threads(), parallel_regions(),
         )  # fmt: skip
         return logits, weights, chosen
 
@@ -111,12 +111,16 @@ class PackedExperts:
                 raise ValueError(f"biases of the experts cannot be {list(gate_up_bias.shape)}, {list(down_bias.shape)}")
             self._biases = _in_turns(gate_up_bias[..., None].float())[..., 0].contiguous(), down_bias.float().contiguous()
         gate_up_at, down_at = (bias.data_ptr() for bias in self._biases) if self._biases else (None, None)
-        self._weights = self.gate_up.data_ptr(), gate_up_at, self.down.data_ptr(), down_at, *activation
+        self.pointers = self.gate_up.data_ptr(), gate_up_at, self.down.data_ptr(), down_at, *activation
 
     @property
     def num_weights(self) -> int:
         """The number of weights of all experts."""
         return 3 * self.num_experts * self.hidden * self.inner
+
+    def scratch(self, pairs: int) -> int:
+        """Return the size of the scratch memory of the C function in float32, for so many pairs of token and expert."""
+        return 2 * (2 * self.num_experts + 1 + pairs) + pairs * (self.hidden + self.inner)
 
     def sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sums [tokens, hidden] of the outputs of the experts of each token, x [tokens, hidden].
@@ -135,14 +139,54 @@ class PackedExperts:
         pairs, top_k = chosen.numel(), chosen.shape[1]
         chosen, weights = chosen.long().contiguous(), weights.float().contiguous()
         out = empty((tokens, self.hidden), x.dtype)
-        # As float32, of which two are an integer of the C function.
-        scratch = empty((2 * (2 * self.num_experts + 1 + pairs) + pairs * (self.hidden + self.inner),), torch.float32)
+        scratch = empty((self.scratch(pairs),), x.dtype)
         failed = self._library.pagewise_experts(
-            x.data_ptr(), x.stride(0), *self._weights, chosen.data_ptr(), weights.data_ptr(), scratch.data_ptr(),
+            x.data_ptr(), x.stride(0), *self.pointers, chosen.data_ptr(), weights.data_ptr(), scratch.data_ptr(),
             out.data_ptr(), tokens, top_k, self.num_experts, self.hidden, self.inner, threads(), parallel_regions(),
         )  # fmt: skip
         if failed:
             raise ValueError(f"tokens chose experts that are not among the {self.num_experts}")
+        return out
+
+
+class Mixture:
+    """A router and its experts, behind a norm.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+
+    def __init__(self, router: Router, experts: PackedExperts) -> None:
+        if (router.hidden, router.num_experts) != (experts.hidden, experts.num_experts):
+            raise ValueError(
+                f"a router of {router.num_experts} experts of {router.hidden} has no {experts.num_experts} of {experts.hidden}"
+            )
+        self._library, self._router, self._experts = load_library(), router, experts
+        self._settings = *router.settings, experts.num_experts, experts.hidden, experts.inner
+
+    def sums(
+        self, x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the outputs [tokens, hidden] for x [tokens, hidden], or with ``norm`` for ``operations.rms_norm`` of
+        x, this weight, ``eps`` and the ``residual``, which that changes.
+
+        Raises:
+            ValueError: shapes do not fit. TypeError: x is not float32 on the CPU.
+        """
+        experts, top_k = self._experts, self._router.top_k
+        tokens = check_input(x, experts.hidden)
+        if norm is not None:
+            check_norm(x, norm, residual)
+        pairs = tokens * top_k
+        scratch = empty(
+            (2 * pairs + experts.scratch(pairs) + tokens * (experts.hidden + experts.num_experts) + pairs,), x.dtype
+        )
+        out = empty((tokens, experts.hidden), x.dtype)
+        self._library.pagewise_mixture(
+            x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
+            None if norm is None else norm.data_ptr(), eps, *self._router.pointers, *experts.pointers,
+            scratch.data_ptr(), out.data_ptr(), tokens, *self._settings, threads(), parallel_regions(),
+        )  # fmt: skip
         return out
 
 

@@ -43,6 +43,10 @@ FUNCTIONS = {
     "pagewise_experts": [
         _POINTER, _LONG, *[_POINTER] * 4, *[ctypes.c_float] * 3, *[_POINTER] * 4, *[_LONG] * 6, _POINTER
     ],
+    "pagewise_mixture": [
+        _POINTER, _LONG, _POINTER, _POINTER, ctypes.c_float, *[_POINTER] * 7, *[ctypes.c_float] * 3, _POINTER, _POINTER,
+        *[_LONG] * 5, ctypes.c_float, *[_LONG] * 4, _POINTER
+    ],
     "pagewise_int8_panel": [],
     "pagewise_int8_group": [],
     "pagewise_linear_int8": [

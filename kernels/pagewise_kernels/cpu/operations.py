@@ -16,13 +16,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     Raises:
         ValueError: shapes or strides do not fit. TypeError: types do not.
     """
-    if x.dim() != 2 or weight.shape != x.shape[1:] or x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(f"rms_norm takes rows [rows, size] and a weight [size], not {list(x.shape)}")
-    _check_types(x, weight)
-    if residual is not None:
-        if residual.shape != x.shape or not residual.is_contiguous():
-            raise ValueError(f"the residual is contiguous {list(x.shape)} like x, not {list(residual.shape)}")
-        _check_types(x, residual)
+    check_norm(x, weight, residual)
     rows, size = x.shape
     out = empty((rows, size), x.dtype)
     load_library().pagewise_rms_norm(
@@ -102,6 +96,19 @@ class PackedWeight:
         return out
 
 
+def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """Check the arguments of ``rms_norm``.
+
+    Raises:
+        ValueError: shapes or strides do not fit. TypeError: types do not.
+    """
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"rms_norm takes rows [rows, size] and a weight [size], not {list(x.shape)}")
+    if residual is not None and (residual.shape != x.shape or not residual.is_contiguous()):
+        raise ValueError(f"the residual is contiguous {list(x.shape)} like x, not {list(residual.shape)}")
+    _check_types(x, weight, x if residual is None else residual)
+
+
 def check_input(x: torch.Tensor, ins: int) -> int:
     """Return the number of rows of the input of a linear layer, x float32 [rows, ins].
 
@@ -110,12 +117,13 @@ def check_input(x: torch.Tensor, ins: int) -> int:
     """
     if x.dim() != 2 or x.shape[1] != ins or x.stride(1) != 1:
         raise ValueError(f"the product takes contiguous rows of {ins}, not {list(x.shape)}")
-    if x.dtype != torch.float32 or x.device.type != "cpu":
+    if x.dtype != torch.float32 or not x.is_cpu:
         raise TypeError(f"the product takes float32 on the CPU, not {x.dtype} on {x.device}")
-    return len(x)
+    return x.shape[0]
 
 
 def _check_types(x: torch.Tensor, *others: torch.Tensor) -> None:
-    if x.dtype not in TYPES or any(other.dtype != x.dtype for other in others) or x.device.type != "cpu":
+    dtypes = [tensor.dtype for tensor in (x, *others)]
+    if x.dtype not in TYPES or not x.is_cpu or dtypes.count(x.dtype) < len(dtypes):
         given = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (x, *others))
         raise TypeError(f"the CPU operations take tensors of one type, float32 or bfloat16, on the CPU, not {given}")

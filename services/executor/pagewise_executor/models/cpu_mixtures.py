@@ -39,9 +39,26 @@ class CpuExperts(nn.Module):
         return self.packed.sums(x, chosen, weights)
 
 
+class CpuMixture(nn.Module):
+    """A mixture of experts in float32 that is a router and its experts, and nothing else."""
+
+    def __init__(self, gate: CpuRouter, experts: CpuExperts) -> None:
+        from pagewise_kernels.cpu.experts import Mixture
+
+        super().__init__()
+        self.gate, self.experts, self.mixture = gate, experts, Mixture(gate.router, experts.packed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [.., hidden] to [.., hidden]."""
+        return self.mixture.sums(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
 @torch.no_grad()
-def pack_mixtures(model: nn.Module, within: str) -> None:
-    """Replace the routers and experts in float32 within a part of a model that the operations in C compute."""
+def pack_mixtures(model: nn.Module, within: str, alone: bool = True) -> None:
+    """Replace the routers and experts in float32 within a part of a model that the operations in C compute.
+
+    ``alone``: other ranks have no part of the experts, so that nothing has to be done between them and their block.
+    """
     from pagewise_kernels.cpu.library import has_fast_products
 
     if not has_fast_products():
@@ -51,6 +68,9 @@ def pack_mixtures(model: nn.Module, within: str) -> None:
             model.set_submodule(name, CpuRouter(router))
         elif (experts := _experts(module)) is not None:
             model.set_submodule(name, CpuExperts(experts))
+    for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
+        if alone and (mixture := _mixture(module)) is not None:
+            model.set_submodule(name, mixture)
 
 
 def _router(module: Any) -> "Router | None":
@@ -122,6 +142,18 @@ def _experts(module: Any) -> "PackedExperts | None":
     if not (errors <= 1e-4 * expected.abs().amax(dim=1)).all():
         return None
     return PackedExperts(*weights, activation=activation)
+
+
+def _mixture(module: Any) -> CpuMixture | None:
+    """Return the router and the experts of a module that has nothing else in one; None: it is none."""
+    match dict(module.named_children()):
+        case {"gate": CpuRouter() as router, "experts": CpuExperts() as experts, **others} if not others:
+            mixture = CpuMixture(router, experts)
+            x = _some_tokens(3, experts.packed.hidden)[None]
+            expected = module(x)
+            same = isinstance(expected, torch.Tensor) and torch.allclose(expected, mixture(x), rtol=1e-5, atol=1e-6)
+            return mixture if same else None
+    return None
 
 
 def _some_tokens(count: int, size: int) -> torch.Tensor:

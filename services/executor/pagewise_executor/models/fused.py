@@ -131,8 +131,8 @@ class FusedDecoderLayer(nn.Module):
         x, base = (residual, None) if added is None else (added, residual)
         attended = self.attention(compute.norm_for(self.qkv, x, base, before.weight, before.eps), rotation)
         if self.mlp is not None:
-            mixed: torch.Tensor = self.mlp(compute.rms_norm(attended, after.weight, after.eps, residual)[None])[0]
-            return mixed  # summed over the ranks by itself
+            # Summed over the ranks by itself.
+            return compute.mix(self.mlp, attended, residual, after.weight, after.eps)
         return self.feed_forward(compute.norm_for(self.gate_up, attended, residual, after.weight, after.eps))
 
     def attention(self, x: Rows, rotation: Rotation) -> torch.Tensor:

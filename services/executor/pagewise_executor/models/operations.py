@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pagewise_executor.attention.backend import AttentionShape, PagedLayer
+from pagewise_executor.models.cpu_mixtures import CpuMixture
 from pagewise_executor.models.quantised_linear import ScaledMMLinear
 from pagewise_executor.models.skinny_linear import RoundedRows, Rows, SkinnyLinear
 
@@ -63,6 +64,13 @@ class Operations:
     ) -> Rows:
         """Return the result of ``rms_norm`` in the form that the linear layer ``reader`` takes best."""
         return self.rms_norm(x, weight, eps, residual)
+
+    def mix(
+        self, mixture: nn.Module, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Return the output [tokens, hidden] of a mixture of experts, a module of transformers, for ``rms_norm`` of x."""
+        mixed: torch.Tensor = mixture(self.rms_norm(x, weight, eps, residual)[None])[0]
+        return mixed
 
     def attend(
         self,
@@ -168,6 +176,14 @@ class CpuOperations(Operations):
     ) -> torch.Tensor:
         """Return the RMSNorm of x [tokens, size], or of x + residual, which ``residual`` holds afterwards."""
         return self._rms_norm(x, weight, eps, residual)
+
+    def mix(
+        self, mixture: nn.Module, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Return the output of a mixture; norm, router and experts are one operation where it is a ``CpuMixture``."""
+        if isinstance(mixture, CpuMixture):
+            return mixture.mixture.sums(x, weight, eps, residual)
+        return super().mix(mixture, x, residual, weight, eps)
 
     def attend(
         self,

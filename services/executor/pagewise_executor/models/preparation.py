@@ -65,7 +65,7 @@ def prepare(
         if config.quantization == "fp8" and part.rpartition(".")[2].isdecimal():  # a decoder layer, and not the head
             quantise_linears(model, FP8, part)
         fused += fuse_layers(model, operations, part, reduce)
-        packed += _replace_linears(config, model, kernels, device, part)
+        packed += _replace_linears(config, model, kernels, device, part, alone=ranks.size == 1)
         progress.update()
     if fused:
         fuse_decoder(model, operations, max_model_len)
@@ -76,7 +76,7 @@ def prepare(
 
 
 def _replace_linears(
-    config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str
+    config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str, *, alone: bool
 ) -> int:
     make_fast(model, kernels, device, part)
     if kernels == "triton":
@@ -87,7 +87,7 @@ def _replace_linears(
     if device.type != "cpu":
         return 0
     if kernels == "cpu":
-        pack_mixtures(model, part)
+        pack_mixtures(model, part, alone)
     packed = pack_linears(model, kernels, config.quantization, part)
     return_freed_memory()  # the next part may not fit into the holes that this one has left
     return packed
