@@ -58,6 +58,11 @@ class Router:
         self.hidden, self.num_experts, self.top_k = self._weight.ins, self._weight.outs, choice.top_k
         self.settings = choice.top_k, choice.groups, choice.top_groups, choice.normalise, choice.scale
 
+    @property
+    def num_weights(self) -> int:
+        """The number of weights of the logits."""
+        return self.num_experts * self.hidden
+
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits [tokens, experts], weights [tokens, k] and experts int64 [tokens, k] of x [tokens, hidden].
 

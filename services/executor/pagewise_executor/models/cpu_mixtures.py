@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 class CpuRouter(nn.Module):
     """A router in float32."""
 
-    def __init__(self, router: "Router") -> None:
+    def __init__(self, packed: "Router") -> None:
         super().__init__()
-        self.router = router
+        self.packed = packed
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits [tokens, experts], weights [tokens, k] and experts [tokens, k] of x [.., hidden]."""
-        return self.router.choose(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+        return self.packed.choose(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
 
 
 class CpuExperts(nn.Module):
@@ -46,7 +46,7 @@ class CpuMixture(nn.Module):
         from pagewise_kernels.cpu.experts import Mixture
 
         super().__init__()
-        self.gate, self.experts, self.mixture = gate, experts, Mixture(gate.router, experts.packed)
+        self.gate, self.experts, self.mixture = gate, experts, Mixture(gate.packed, experts.packed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [.., hidden] to [.., hidden]."""
