@@ -1,11 +1,11 @@
-"""Decode of a small mixture of experts on the CPU: Pagewise beside transformers with its loop over experts and without.
+"""Decode of small mixtures of experts on the CPU: Pagewise beside transformers with its loop over experts and without.
 
     python -m benchmarks.mixtures.run [--json FILE]
 
-A Qwen3-MoE of 4 layers in float32. A layer has 64 experts of 96, and a token takes 8 of them. The contenders share a
-process, its threads and the weights, and they decode the same numbers of tokens in turns. Every number is the median of
-the rounds, in CPU milliseconds of the process. Other work on the machine makes them larger, so only ratios of one run
-are compared.
+Models of 4 layers in float32. A layer has 64 experts of 96, and a token takes 8 of them. The contenders share a process,
+its threads and the weights, and they decode the same numbers of tokens in turns. Every time is the median of the rounds,
+in CPU milliseconds of the process; every ratio is the median of the ratios of the rounds. Other work on the machine makes
+the times larger, so only ratios are compared. It makes threads wait for each other too, so one thread is the default.
 """
 
 import argparse
@@ -19,43 +19,69 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+import transformers
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.record import record_file, write_record
 
-CONTEXT, STEPS, BLOCK_SIZE = 64, 8, 16
-BATCHES = (1, 4, 16, 64)
+CONTEXT, STEPS, BLOCK_SIZE = 64, 16, 16
+MOST = 64
+"""Sequences."""
 LOOP = "transformers eager"
 _BLOCKS = -(-(CONTEXT + STEPS + 2) // BLOCK_SIZE)
 """Of a sequence."""
+_DECODER = {
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 8, "max_position_embeddings": 512,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+_SHARED = {
+    "moe_intermediate_size": 96, "intermediate_size": 512, "n_routed_experts": 64, "n_shared_experts": 1,
+    "first_k_dense_replace": 0, "norm_topk_prob": True,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"moe_intermediate_size": 96, "intermediate_size": 512, "num_experts": 64, "norm_topk_prob": True},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"intermediate_size": 96, "num_local_experts": 64, "layer_types": ["full_attention"] * 4},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", _SHARED | {"n_group": 1, "topk_group": 1}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        _SHARED
+        | {
+            "head_dim": 16, "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 32, "v_head_dim": 32, "n_group": 8, "topk_group": 4,
+        },
+    ),
+}  # fmt: skip
 
 
-def build_mixture(path: Path) -> None:
+def build_mixture(path: Path, family: str) -> None:
     """Write the model, with random weights."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, moe_intermediate_size=96, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=2, num_experts=64, num_experts_per_tok=8,
-        norm_topk_prob=True, max_position_embeddings=512, eos_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)  # type: ignore[no-untyped-call]
+    name, settings = FAMILIES[family]
+    config = getattr(transformers, name)(**_DECODER | settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
 def pagewise(path: Path, kernels: Kernels) -> Callable[[int], float]:
     """Return a function from a batch to the CPU seconds of one of its decode steps."""
     settings = ExecutorConfig(
-        model=str(path), device="cpu", dtype="float32", kernels=kernels, num_blocks=max(BATCHES) * _BLOCKS + 1,
-        block_size=BLOCK_SIZE, max_num_seqs=max(BATCHES), profile=False, threads=torch.get_num_threads(),
+        model=str(path), device="cpu", dtype="float32", kernels=kernels, num_blocks=MOST * _BLOCKS + 1,
+        block_size=BLOCK_SIZE, max_num_seqs=MOST, profile=False, threads=torch.get_num_threads(),
     )  # fmt: skip
     runner = ModelRunner(settings)
 
     def decode(batch: int) -> float:
-        runner.reset(Welcome(0, max(BATCHES), max(BATCHES) * CONTEXT))
+        runner.reset(Welcome(0, MOST, MOST * CONTEXT))
         joined = tuple(
             NewSequence(
                 row, pack_int32s([(7 * i + row) % 500 for i in range(CONTEXT)]), CONTEXT, 0,
@@ -75,9 +101,9 @@ def pagewise(path: Path, kernels: Kernels) -> Callable[[int], float]:
     return decode
 
 
-def transformers(path: Path, experts: str) -> Callable[[int], float]:
+def of_transformers(path: Path, experts: str) -> Callable[[int], float]:
     """Return such a function for transformers' modules with an ``experts_implementation``."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, experts_implementation=experts)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation=experts)
     model.eval()
 
     @torch.inference_mode()
@@ -93,12 +119,12 @@ def transformers(path: Path, experts: str) -> Callable[[int], float]:
     return decode
 
 
-def compare(rounds: int, kernels: list[Kernels], batches: list[int]) -> list[dict[str, Any]]:
-    """Return a row for each batch and contender: the median CPU-ms of a step, and its speed relative to the loop."""
+def compare(family: str, rounds: int, kernels: list[Kernels], batches: list[int]) -> list[dict[str, Any]]:
+    """Return a row for each batch and contender: the CPU-ms of a step, and its speed relative to the loop."""
     with tempfile.TemporaryDirectory() as folder:
-        build_mixture(Path(folder))
+        build_mixture(Path(folder), family)
         contenders = {f"pagewise {one}": pagewise(Path(folder), one) for one in kernels}
-        contenders |= {f"transformers {one}": transformers(Path(folder), one) for one in ("eager", "grouped_mm")}
+        contenders |= {f"transformers {one}": of_transformers(Path(folder), one) for one in ("eager", "grouped_mm")}
         seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
         for turn in range(rounds + 1):
             for batch in batches:
@@ -106,32 +132,36 @@ def compare(rounds: int, kernels: list[Kernels], batches: list[int]) -> list[dic
                     took = decode(batch)
                     if turn:  # the first one warms up
                         seconds[batch, name].append(took)
-    medians = {key: statistics.median(found) for key, found in seconds.items()}
     return [
         {
+            "family": family,
             "batch": batch,
             "name": name,
-            "cpu_ms": round(1e3 * median, 2),
-            "times_the_loop": round(medians[batch, LOOP] / median, 2),
+            "cpu_ms": round(1e3 * statistics.median(found), 2),
+            "times_the_loop": round(
+                statistics.median(one / own for one, own in zip(seconds[batch, LOOP], found, strict=True)), 2
+            ),
         }
-        for (batch, name), median in medians.items()
+        for (batch, name), found in seconds.items()
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kernels", nargs="+", default=["cpu", "torch"], choices=get_args(Kernels))
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), choices=BATCHES)
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--kernels", nargs="+", default=["cpu"], choices=get_args(Kernels))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], choices=range(1, MOST + 1))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    rows = compare(args.rounds, args.kernels, args.batches)
-    for row in rows:
-        ratio = f"{row['times_the_loop']:>5.2f} times the loop"
-        print(f"{row['batch']:>4} {row['name']:>24} {row['cpu_ms']:>8.2f} CPU-ms, {ratio}")
+    torch.set_num_threads(args.threads)
+    rows = []
+    for family in args.families:
+        for row in compare(family, args.rounds, args.kernels, args.batches):
+            ratio = f"{row['times_the_loop']:>5.2f} times the loop"
+            print(f"{family:>12} {row['batch']:>4} {row['name']:>24} {row['cpu_ms']:>8.2f} CPU-ms, {ratio}")
+            rows.append(row)
     if args.json:
         write_record(args.json, {"rows": rows}, threads=torch.get_num_threads())
 
