@@ -2,10 +2,14 @@
 
     python -m benchmarks.mixtures.run [--json FILE]
 
-Models of 4 layers in float32. A layer has 64 experts of 96, and a token takes 8 of them. The contenders share a process,
-its threads and the weights, and they decode the same numbers of tokens in turns. Every time is the median of the rounds,
-in CPU milliseconds of the process; every ratio is the median of the ratios of the rounds. Other work on the machine makes
-the times larger, so only ratios are compared. It makes threads wait for each other too, so one thread is the default.
+Models of 4 layers in float32, with random weights. A layer has 64 experts of 96, and a token takes 8 of them. The
+contenders share a process, its threads and the weights, and they decode the same numbers of tokens in turns. Every time
+is the median of the rounds, in CPU milliseconds of the process, and every ratio the median of the ratios of the rounds.
+Other work on the machine makes the times larger, so only ratios are compared. It makes threads wait for each other too,
+so one thread is the default.
+
+A last turn, which does not count for these, measures how much of a step routers and experts are, without what shared
+experts compute. Of a mixture that Pagewise computes as one operation, this has the norm before it.
 """
 
 import argparse
@@ -13,15 +17,19 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
+from unittest import mock
 
 import numpy as np
 import torch
 import transformers
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_kernels.cpu.experts import Mixture, PackedExperts, Router
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
@@ -72,15 +80,53 @@ def build_mixture(path: Path, family: str) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
-def pagewise(path: Path, kernels: Kernels) -> Callable[[int], float]:
-    """Return a function from a batch to the CPU seconds of one of its decode steps."""
+class Contender(NamedTuple):
+    """``prepare``: from a number of sequences to a function that computes their next tokens. ``mixtures``: the
+    functions that compute routers and experts, each an object and the name of its attribute."""
+
+    prepare: Callable[[int], Callable[[], object]]
+    mixtures: Sequence[tuple[Any, str]]
+
+    def seconds(self, batch: int) -> float:
+        """Return the CPU seconds of a decode step."""
+        step = self.prepare(batch)
+        began = time.process_time()
+        for _ in range(STEPS):
+            step()
+        return (time.process_time() - began) / STEPS
+
+    def share(self, batch: int) -> float:
+        """Return the share of routers and experts in the CPU time of decode steps."""
+        step, within = self.prepare(batch), 0.0
+
+        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **named: Any) -> Any:
+                nonlocal within
+                began = time.process_time()
+                result = function(*args, **named)
+                within += time.process_time() - began
+                return result
+
+            return call
+
+        with ExitStack() as stack:
+            for owner, name in self.mixtures:
+                stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
+            began = time.process_time()
+            for _ in range(STEPS):
+                step()
+            return within / (time.process_time() - began)
+
+
+def pagewise(path: Path, kernels: Kernels) -> Contender:
+    """Return the executor with these kernels."""
     settings = ExecutorConfig(
         model=str(path), device="cpu", dtype="float32", kernels=kernels, num_blocks=MOST * _BLOCKS + 1,
         block_size=BLOCK_SIZE, max_num_seqs=MOST, profile=False, threads=torch.get_num_threads(),
     )  # fmt: skip
     runner = ModelRunner(settings)
 
-    def decode(batch: int) -> float:
+    def prepare(batch: int) -> Callable[[], object]:
         runner.reset(Welcome(0, MOST, MOST * CONTEXT))
         joined = tuple(
             NewSequence(
@@ -92,31 +138,38 @@ def pagewise(path: Path, kernels: Kernels) -> Callable[[int], float]:
         )  # fmt: skip
         chunks = tuple((row, CONTEXT) for row in range(batch))
         runner.execute(StepPlan(0, 1, joined=joined, chunks=chunks)).result()
-        runner.execute(StepPlan(0, 2)).result()
-        began = time.process_time()
-        for step in range(STEPS):
-            runner.execute(StepPlan(0, 3 + step)).result()
-        return (time.process_time() - began) / STEPS
+        numbers = count(2)
 
-    return decode
+        def step() -> None:
+            runner.execute(StepPlan(0, next(numbers))).result()
+
+        step()
+        return step
+
+    return Contender(prepare, [(Router, "choose"), (PackedExperts, "sums"), (Mixture, "sums")])
 
 
-def of_transformers(path: Path, experts: str) -> Callable[[int], float]:
-    """Return such a function for transformers' modules with an ``experts_implementation``."""
+def of_transformers(path: Path, experts: str) -> Contender:
+    """Return transformers' modules with an ``experts_implementation``."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation=experts)
     model.eval()
+    blocks = [block for block in model.modules() if hasattr(block, "experts")]
+    parts = [part for block in blocks for part in (block.experts, getattr(block, "gate", None) or block.router)]
 
     @torch.inference_mode()
-    def decode(batch: int) -> float:
+    def prepare(batch: int) -> Callable[[], object]:
         prompts = torch.tensor([[(7 * i + row) % 500 for i in range(CONTEXT)] for row in range(batch)])
         out: Any = model(prompts, use_cache=True, logits_to_keep=1)
-        out = model(out.logits.argmax(-1), past_key_values=out.past_key_values)
-        began = time.process_time()
-        for _ in range(STEPS):
-            out = model(out.logits.argmax(-1), past_key_values=out.past_key_values)
-        return (time.process_time() - began) / STEPS
 
-    return decode
+        @torch.inference_mode()
+        def step() -> None:
+            nonlocal out
+            out = model(out.logits.argmax(-1), past_key_values=out.past_key_values)
+
+        step()
+        return step
+
+    return Contender(prepare, [(part, "forward") for part in parts])
 
 
 def compare(family: str, rounds: int, kernels: list[Kernels], batches: list[int]) -> list[dict[str, Any]]:
@@ -128,10 +181,11 @@ def compare(family: str, rounds: int, kernels: list[Kernels], batches: list[int]
         seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
         for turn in range(rounds + 1):
             for batch in batches:
-                for name, decode in contenders.items():
-                    took = decode(batch)
+                for name, contender in contenders.items():
+                    took = contender.seconds(batch)
                     if turn:  # the first one warms up
                         seconds[batch, name].append(took)
+        shares = {(batch, name): contenders[name].share(batch) for batch, name in seconds}
     return [
         {
             "family": family,
@@ -141,6 +195,7 @@ def compare(family: str, rounds: int, kernels: list[Kernels], batches: list[int]
             "times_the_loop": round(
                 statistics.median(one / own for one, own in zip(seconds[batch, LOOP], found, strict=True)), 2
             ),
+            "share_of_mixtures": round(shares[batch, name], 2),
         }
         for (batch, name), found in seconds.items()
     ]
@@ -151,7 +206,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--kernels", nargs="+", default=["cpu"], choices=get_args(Kernels))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], choices=range(1, MOST + 1))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
@@ -159,7 +214,7 @@ def main() -> None:
     rows = []
     for family in args.families:
         for row in compare(family, args.rounds, args.kernels, args.batches):
-            ratio = f"{row['times_the_loop']:>5.2f} times the loop"
+            ratio = f"{row['times_the_loop']:>5.2f} times the loop, {row['share_of_mixtures']:.0%} in mixtures"
             print(f"{family:>12} {row['batch']:>4} {row['name']:>24} {row['cpu_ms']:>8.2f} CPU-ms, {ratio}")
             rows.append(row)
     if args.json:

@@ -16,8 +16,8 @@ class Choice(NamedTuple):
 
     Scores are the softmax of the logits, or with a ``correction`` the sigmoid of each. The weight of a chosen expert is
     its score, with ``normalise`` over the sum of the chosen scores, times ``scale``. The ``correction`` [experts] is
-    added to the scores for the choice alone. It is among the ``top_groups`` best of ``groups`` groups of experts, where a
-    group is as good as the sum of its two best scores.
+    added to the scores for the choice alone. The choice is among the ``top_groups`` best of ``groups`` groups of
+    experts, where a group is as good as the sum of its two best scores.
     """
 
     top_k: int
@@ -82,11 +82,15 @@ class Router:
 
 class Activation(NamedTuple):
     """What an expert makes of gate and up: gate · sigmoid(alpha · gate) · (up + shift), where neither is beyond
-    ``limit``: gate is at most this, and up between it and its negative. The default is silu(gate) · up."""
+    ``limit``: gate is at most this, and up between it and its negative."""
 
-    alpha: float = 1.0
-    shift: float = 0.0
-    limit: float = math.inf
+    alpha: float
+    shift: float
+    limit: float
+
+
+SILU = Activation(1.0, 0.0, math.inf)
+"""silu(gate) · up."""
 
 
 class PackedExperts:
@@ -100,7 +104,7 @@ class PackedExperts:
 
     def __init__(
         self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None, activation: Activation = Activation(),
+        down_bias: torch.Tensor | None = None, activation: Activation = SILU,
     ) -> None:  # fmt: skip
         if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
             raise ValueError(
@@ -114,7 +118,10 @@ class PackedExperts:
         if gate_up_bias is not None and down_bias is not None:
             if gate_up_bias.shape != gate_up.shape[:2] or down_bias.shape != down.shape[:2]:
                 raise ValueError(f"biases of the experts cannot be {list(gate_up_bias.shape)}, {list(down_bias.shape)}")
-            self._biases = _in_turns(gate_up_bias[..., None].float())[..., 0].contiguous(), down_bias.float().contiguous()
+            self._biases = (
+                _in_turns(gate_up_bias[..., None].float())[..., 0].contiguous(),
+                down_bias.float().contiguous(),
+            )
         gate_up_at, down_at = (bias.data_ptr() for bias in self._biases) if self._biases else (None, None)
         self.pointers = self.gate_up.data_ptr(), gate_up_at, self.down.data_ptr(), down_at, *activation
 
@@ -162,10 +169,9 @@ class Mixture:
     """
 
     def __init__(self, router: Router, experts: PackedExperts) -> None:
-        if (router.hidden, router.num_experts) != (experts.hidden, experts.num_experts):
-            raise ValueError(
-                f"a router of {router.num_experts} experts of {router.hidden} has no {experts.num_experts} of {experts.hidden}"
-            )
+        shape, expected = (experts.num_experts, experts.hidden), (router.num_experts, router.hidden)
+        if shape != expected:
+            raise ValueError(f"a router of [experts, hidden] {list(expected)} cannot have experts of {list(shape)}")
         self._library, self._router, self._experts = load_library(), router, experts
         self._settings = *router.settings, experts.num_experts, experts.hidden, experts.inner
 

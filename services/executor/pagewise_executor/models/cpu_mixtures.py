@@ -113,7 +113,7 @@ def _choose_the_same(expected: tuple[Any, ...], found: tuple[torch.Tensor, ...])
 
 def _experts(module: Any) -> "PackedExperts | None":
     """Return experts that compute as a module of transformers does; None: there are none."""
-    from pagewise_kernels.cpu.experts import Activation, PackedExperts
+    from pagewise_kernels.cpu.experts import SILU, Activation, PackedExperts
 
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not _is_float32(gate_up, 3) or not _is_float32(down, 3):
@@ -128,7 +128,7 @@ def _experts(module: Any) -> "PackedExperts | None":
         weights[::2] = (weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for weight in weights[::2])
     if weights[0].shape != (len(weights[1]), 2 * weights[1].shape[2], weights[1].shape[1]):
         return None
-    activation = Activation()
+    activation = SILU
     if hasattr(module, "alpha") and hasattr(module, "limit"):
         activation = Activation(float(module.alpha), 1.0, float(module.limit))
     first = PackedExperts(*(weight[:1] for weight in weights), activation=activation)

@@ -71,7 +71,8 @@ class Operations:
     def mix(
         self, mixture: nn.Module, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Return the output [tokens, hidden] of a mixture of experts, a module of transformers, for ``rms_norm`` of x."""
+        """Return the output [tokens, hidden] of a mixture of experts, a module as transformers has it, for the
+        ``rms_norm`` of x."""
         mixed: torch.Tensor = mixture(self.rms_norm(x, weight, eps, residual)[None])[0]
         return mixed
 
