@@ -77,7 +77,8 @@ def build_mixture(path: Path, family: str) -> None:
     torch.manual_seed(0)
     name, settings = FAMILIES[family]
     config = getattr(transformers, name)(**_DECODER | settings)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(path)
 
 
 class Contender(NamedTuple):

@@ -205,6 +205,6 @@ def _in_turns(gate_up: torch.Tensor) -> torch.Tensor:
     """Return gate and up [experts, 2 · inner, ..] as half a panel of the one and half of the other in turns, with zeros
     behind the last of each."""
     half = load_library().pagewise_panel() // 2
-    both = gate_up.detach().unflatten(1, (2, -1))
-    padded = torch.nn.functional.pad(both, (0, 0, 0, -both.shape[2] % half))
-    return padded.unflatten(2, (-1, half)).transpose(1, 2).flatten(1, 3)
+    inner = gate_up.shape[1] // 2
+    both = torch.nn.functional.pad(gate_up.detach().view(-1, 2, inner, gate_up.shape[2]), (0, 0, 0, -inner % half))
+    return both.view(len(gate_up), 2, -1, half, gate_up.shape[2]).transpose(1, 2).flatten(1, 3)

@@ -4,6 +4,7 @@ A module is replaced if the operations in C compute the same for tokens that sho
 list, and what they do not compute stays as it is.
 """
 
+import functools
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -118,20 +119,20 @@ def _experts(module: Any) -> "PackedExperts | None":
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not _is_float32(gate_up, 3) or not _is_float32(down, 3):
         return None
-    weights = [gate_up, down]
+    weights: list[torch.Tensor] = [module.gate_up_proj.detach(), module.down_proj.detach()]
     if getattr(module, "has_bias", False):
-        weights += [module.gate_up_proj_bias, module.down_proj_bias]
-    weights = [weight.detach() for weight in weights]  # type: ignore[union-attr]
+        weights += [module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()]
     if getattr(module, "is_transposed", False):
         weights[:2] = (weight.transpose(1, 2) for weight in weights[:2])
     if not getattr(module, "is_concatenated", True):  # gate and up of a number follow each other
-        weights[::2] = (weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) for weight in weights[::2])
+        weights[::2] = (torch.cat([weight[:, ::2], weight[:, 1::2]], dim=1) for weight in weights[::2])
     if weights[0].shape != (len(weights[1]), 2 * weights[1].shape[2], weights[1].shape[1]):
         return None
     activation = SILU
     if hasattr(module, "alpha") and hasattr(module, "limit"):
         activation = Activation(float(module.alpha), 1.0, float(module.limit))
-    first = PackedExperts(*(weight[:1] for weight in weights), activation=activation)
+    pack = functools.partial(PackedExperts, activation=activation)
+    first = pack(*(weight[:1] for weight in weights))
     # Gate and up of up to 3 and up to 100: other functions show in small ones, and limits in large ones.
     x = _some_tokens(2, first.hidden)
     largest = F.linear(x, weights[0][0]).abs().amax(dim=1, keepdim=True).clamp(min=1e-6)
@@ -139,9 +140,7 @@ def _experts(module: Any) -> "PackedExperts | None":
     given = x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     expected = module(*given)
     errors = (first.sums(*given) - expected).abs().amax(dim=1)
-    if not (errors <= 1e-4 * expected.abs().amax(dim=1)).all():
-        return None
-    return PackedExperts(*weights, activation=activation)
+    return pack(*weights) if (errors <= 1e-4 * expected.abs().amax(dim=1)).all() else None
 
 
 def _mixture(module: Any) -> CpuMixture | None:
