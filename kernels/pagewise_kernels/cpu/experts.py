@@ -113,15 +113,13 @@ class PackedExperts:
             )
         self._library = load_library()
         self.num_experts, self.hidden, self.inner = down.shape
-        self.gate_up, self.down = pack_panels(_in_turns(gate_up)), pack_panels(down)
+        self.gate_up, self.down = pack_panels(gate_up, parts=2), pack_panels(down)
         self._biases: tuple[torch.Tensor, torch.Tensor] | None = None
         if gate_up_bias is not None and down_bias is not None:
             if gate_up_bias.shape != gate_up.shape[:2] or down_bias.shape != down.shape[:2]:
                 raise ValueError(f"biases of the experts cannot be {list(gate_up_bias.shape)}, {list(down_bias.shape)}")
-            self._biases = (
-                _in_turns(gate_up_bias[..., None].float())[..., 0].contiguous(),
-                down_bias.float().contiguous(),
-            )
+            in_panels = pack_panels(gate_up_bias.float()[..., None], parts=2)
+            self._biases = in_panels, down_bias.detach().float().contiguous()
         gate_up_at, down_at = (bias.data_ptr() for bias in self._biases) if self._biases else (None, None)
         self.pointers = self.gate_up.data_ptr(), gate_up_at, self.down.data_ptr(), down_at, *activation
 
@@ -199,12 +197,3 @@ class Mixture:
             scratch.data_ptr(), out.data_ptr(), tokens, *self._settings, threads(), parallel_regions(),
         )  # fmt: skip
         return out
-
-
-def _in_turns(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return gate and up [experts, 2 · inner, ..] as half a panel of the one and half of the other in turns, with zeros
-    behind the last of each."""
-    half = load_library().pagewise_panel() // 2
-    inner = gate_up.shape[1] // 2
-    both = torch.nn.functional.pad(gate_up.detach().view(-1, 2, inner, gate_up.shape[2]), (0, 0, 0, -inner % half))
-    return both.view(len(gate_up), 2, -1, half, gate_up.shape[2]).transpose(1, 2).flatten(1, 3)

@@ -44,24 +44,26 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def pack_panels(weight: torch.Tensor) -> torch.Tensor:
+def pack_panels(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Return weights float32 [.., outs, ins] as [.., panels, ins, panel], with zeros behind the last output.
 
-    Outputs lie in panels of as many as the registers of this processor hold at once.
+    Outputs lie in panels of as many as the registers of this processor hold at once. Of several equal ``parts`` of the
+    outputs, a panel has as many outputs of each.
 
     Raises:
         TypeError: the weights are not float32 on the CPU.
     """
     if weight.dim() < 2 or weight.dtype != torch.float32 or weight.device.type != "cpu":
         raise TypeError(f"weights are float32 [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
-    panel = load_library().pagewise_panel()
-    weight = weight.detach()
+    size = load_library().pagewise_panel() // parts
     *others, outs, ins = weight.shape
-    whole, rest = divmod(outs, panel)
-    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, panel), torch.float32)
-    packed[..., :whole, :, :] = weight[..., : whole * panel, :].unflatten(-2, (whole, panel)).transpose(-2, -1)
-    packed[..., whole:, :, :rest] = weight[..., None, whole * panel :, :].transpose(-2, -1)
-    return packed
+    whole, rest = divmod(outs // parts, size)
+    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, parts, size), torch.float32)
+    divided = weight.detach().view(*others, parts, outs // parts, ins)
+    in_panels = divided[..., : whole * size, :].unflatten(-2, (whole, size))
+    packed[..., :whole, :, :, :] = in_panels.movedim((-4, -3, -2, -1), (-2, -4, -1, -3))
+    packed[..., whole:, :, :, :rest] = divided[..., None, :, whole * size :, :].movedim(-1, -3)
+    return packed.flatten(-2)
 
 
 class PackedWeight:
