@@ -40,6 +40,9 @@ FUNCTIONS = {
     "pagewise_experts": [
         *[_POINTER] * 4, _LONG, *[_POINTER] * 5, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER
     ],
+    "pagewise_mxfp4_experts": [
+        *[_POINTER] * 9, ctypes.c_float, ctypes.c_float, *[_POINTER] * 2, _LONG, _LONG, _LONG, _LONG, _POINTER
+    ],
     "pagewise_int8_panel": [],
     "pagewise_int8_group": [],
     "pagewise_linear_int8": [

@@ -60,13 +60,17 @@ def pack_panels(weight: torch.Tensor) -> torch.Tensor:
     """
     if weight.dim() < 2 or weight.dtype != torch.float32 or weight.device.type != "cpu":
         raise TypeError(f"weights are float32 [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
+    return panels_of(weight.detach())
+
+
+def panels_of(values: torch.Tensor) -> torch.Tensor:
+    """Return values [.., outs, ins] of any type as [.., panels, ins, panel], with zeros behind the last output."""
     panel = load_library().pagewise_panel()
-    weight = weight.detach()
-    *others, outs, ins = weight.shape
+    *others, outs, ins = values.shape
     whole, rest = divmod(outs, panel)
-    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, panel), torch.float32)
-    packed[..., :whole, :, :] = weight[..., : whole * panel, :].unflatten(-2, (whole, panel)).transpose(-2, -1)
-    packed[..., whole:, :, :rest] = weight[..., None, whole * panel :, :].transpose(-2, -1)
+    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, panel), values.dtype)
+    packed[..., :whole, :, :] = values[..., : whole * panel, :].unflatten(-2, (whole, panel)).transpose(-2, -1)
+    packed[..., whole:, :, :rest] = values[..., None, whole * panel :, :].transpose(-2, -1)
     return packed
 
 
