@@ -25,6 +25,7 @@ from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraLayer, LoraTiles, add_lora
 from pagewise_kernels.matmul import linear
+from pagewise_kernels.mxfp4_experts import PackedWeights, sum_of_mxfp4_experts
 from pagewise_kernels.penalties import penalise
 from pagewise_kernels.quantised import quantise_rows, scaled_linear
 from pagewise_kernels.rms_norm import rms_norm, rounded_rms_norm
@@ -215,6 +216,10 @@ def _add_others() -> None:
         CASES[f"experts bf16 tokens {tokens}"] = partial(_experts, torch.bfloat16, tokens)
     for dtype in (torch.float16, torch.float32):
         CASES[f"experts {_name(dtype)} tokens 4096"] = partial(_experts, dtype, 4096)
+    for tokens in (64, 256, 4096):
+        CASES[f"mxfp4 experts bf16 tokens {tokens}"] = partial(_mxfp4_experts, torch.bfloat16, tokens)
+    for dtype in (torch.float16, torch.float32):
+        CASES[f"mxfp4 experts {_name(dtype)} tokens 4096"] = partial(_mxfp4_experts, dtype, 4096)
     CASES["rms_norm bf16 rounded"] = _rounded_rms_norm
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["rope_write_kv bf16 kv fp8"] = partial(_rope_write_kv, torch.bfloat16, FP8)
@@ -296,6 +301,19 @@ def _experts(dtype: torch.dtype, tokens: int) -> None:
     weights, chosen = choose_experts(_empty(tokens, 128, dtype=dtype), 8, normalise=True)
     gate_up, down = _empty(128, 1536, 2048, dtype=dtype), _empty(128, 2048, 768, dtype=dtype)
     sum_of_experts(_empty(tokens, 2048, dtype=dtype), gate_up, down, chosen, weights)
+
+
+def _mxfp4_experts(dtype: torch.dtype, tokens: int) -> None:
+    """A layer of gpt-oss-20b."""
+
+    def packed(outs: int, ins: int) -> PackedWeights:
+        turns = -(-ins // 128)
+        codes, scales = _empty(32, turns, outs, 32, dtype=torch.int16), _empty(32, turns, outs, dtype=torch.int32)
+        return PackedWeights(codes, scales, _empty(32, outs, dtype=dtype), ins)
+
+    x, weights = _empty(tokens, 2880, dtype=dtype), _empty(tokens, 4, dtype=dtype)
+    chosen = _empty(tokens, 4, dtype=torch.int32)
+    sum_of_mxfp4_experts(x, packed(5760, 2880), packed(2880, 2880), chosen, weights, limit=7.0, alpha=1.702)
 
 
 def _rounded_rms_norm() -> None:

@@ -1,4 +1,4 @@
-"""Weights in MXFP4 (OCP Microscaling Formats): codes of four bits, and a power of two for each 32 inputs of an output."""
+"""Weights in MXFP4 (OCP Microscaling): codes of four bits, and a power of two for each 32 inputs of an output."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import torch
 BLOCK = 32
 """Inputs that share a power of two."""
 _NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of the codes without a sign: e2m1, two bits of exponent and one of mantissa. The highest bit of a code is its sign."""
+"""Of the codes without a sign: e2m1, two bits of exponent and one of mantissa. The highest bit of a code is a sign."""
 
 
 class Mxfp4Weights(NamedTuple):
