@@ -50,7 +50,10 @@ class Mxfp4Weights(NamedTuple):
     def dequantised(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight [outs, ins] of an expert in a type of floats."""
         blocks = self.blocks[expert]
-        numbers = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)], device=blocks.device)
-        codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
-        exponents = self.scales[expert].int() - 127
-        return torch.ldexp(numbers[codes.int()], exponents[..., None]).flatten(-2).to(dtype)
+        return dequantised(torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2), self.scales[expert], dtype)
+
+
+def dequantised(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight [outs, ins] with ``codes`` [outs, ins / 32, 32] and ``scales`` [outs, ins / 32], integers."""
+    numbers = torch.tensor([*_NUMBERS, *(-number for number in _NUMBERS)], device=codes.device)
+    return torch.ldexp(numbers[codes.int()], scales.int()[..., None] - 127).flatten(-2).to(dtype)

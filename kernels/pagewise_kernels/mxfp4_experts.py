@@ -18,7 +18,7 @@ import triton.language as tl
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.experts import sorted_pairs, store_sums
 from pagewise_kernels.launch import check_device, interpreted, is_hopper, launch
-from pagewise_kernels.mxfp4 import BLOCK, Mxfp4Weights
+from pagewise_kernels.mxfp4 import BLOCK, Mxfp4Weights, dequantised
 from pagewise_kernels.products import FLOATS, compute_options
 
 _AT_ONCE = 4
@@ -38,6 +38,13 @@ class PackedWeights(NamedTuple):
     scales: torch.Tensor
     bias: torch.Tensor
     ins: int
+
+    def dequantised(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight [outs, ins] of an expert in a type of floats."""
+        words = self.codes[expert].transpose(0, 1).int()
+        codes = torch.stack([words >> 4 * at & 15 for at in range(_AT_ONCE)], dim=2).flatten(1, 2)
+        scales = torch.stack([self.scales[expert].t() >> 8 * at & 255 for at in range(_AT_ONCE)], dim=2).flatten(1)
+        return dequantised(codes, scales, dtype)[:, : self.ins]
 
 
 def pack(weights: Mxfp4Weights) -> PackedWeights:
@@ -62,7 +69,7 @@ def pack(weights: Mxfp4Weights) -> PackedWeights:
     return PackedWeights(codes, scales, weights.bias.contiguous(), ins)
 
 
-def _to_numbers(lowest: int) -> str:
+def instructions(lowest: int) -> str:
     """Return PTX that makes of two words of four codes the four pairs of numbers of 16 bits.
 
     ``lowest``: the place of the lowest bit of a code in a number.
@@ -79,7 +86,7 @@ def _to_numbers(lowest: int) -> str:
     return f"{{ .reg .b32 size, sign; {' '.join(lines)} }}"
 
 
-_NUMBERS = {torch.bfloat16: _to_numbers(6), torch.float16: _to_numbers(9), torch.float32: ""}
+_NUMBERS = {torch.bfloat16: instructions(6), torch.float16: instructions(9), torch.float32: ""}
 _SHIFTED = {torch.bfloat16: 126, torch.float16: 14, torch.float32: 126}
 """The exponent of the power of two by which numbers are too small: one less than the bias of each type."""
 
@@ -193,7 +200,8 @@ class _Tile(NamedTuple):
 
 
 _TILES = (_Tile(16, 64, 4, 8), _Tile(64, 128, 8, 4), _Tile(128, 256, 8, 4))
-"""For ever more pairs per expert. Three programs of the first fit on a multiprocessor: 84 KiB of codes are on their way."""
+"""For ever more pairs per expert. Three programs of the first fit on a multiprocessor: they have 84 KiB of codes under
+way."""
 
 
 def sum_of_mxfp4_experts(
@@ -253,11 +261,11 @@ def sum_of_mxfp4_experts(
 
 def _tile(pairs: int, experts: int, x: torch.Tensor) -> _Tile:
     """Return the tile of a program: as narrow as an expert's pairs are few, where only its weights count."""
-    few = pairs <= 16 * experts or x.dtype == torch.float32
-    tile = _TILES[0 if few else 1 if pairs <= 64 * experts else 2]
+    few, hopper = pairs <= 16 * experts or x.dtype == torch.float32, is_hopper(x.device)
+    tile = _TILES[0 if few else 1 if pairs <= 64 * experts or not hopper else 2]  # elsewhere the largest would spill
     if interpreted():
         return tile._replace(columns=32)
-    if not is_hopper(x.device):  # which has twice as much shared memory as most
+    if not hopper:  # which has twice as much shared memory as most
         turn = tile.columns * _AT_ONCE * BLOCK // 2 + tile.rows * _AT_ONCE * BLOCK * x.dtype.itemsize
         return tile._replace(stages=max(1, min(tile.stages, 96 * 1024 // turn)))
     return tile

@@ -26,6 +26,8 @@ from pagewise_executor.graph_capture import BYTES_PER_LAYER
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
 from pagewise_executor.models.latents import check_latents
+from pagewise_executor.models.mxfp4_experts import place_mxfp4
+from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.shards import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
@@ -99,7 +101,12 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     check_latents(config, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
     model = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
-    header = {name: TensorInfo("", list(weight.shape)) for name, weight in model.named_parameters()}  # tied ones once
+    if (quantised := read_quantisation(config.model, path, config.kv_dtype)) is not None and quantised.mxfp4:
+        place_mxfp4(model)
+    header = {  # tied ones once
+        name: TensorInfo("U8" if weight.dtype == torch.uint8 else "", list(weight.shape))
+        for name, weight in model.named_parameters()
+    }
     weights = weight_bytes({path: header}, dtype, config.quantization) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # Gemma 3n has one for each layer
