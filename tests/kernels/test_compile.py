@@ -73,7 +73,8 @@ def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) ->
         assert kernel["lets_next"] == begins_early, name
         if kernel["kernel"] in WEIGHTS_OF_COLUMN and target == 90 and "fp32" not in str(kernel["case"]):
             assert kernel["mma"] == "wgmma", f"{name}: weights go through registers"
-            assert in_flight(kernel) >= LEAST_IN_FLIGHT, name
+            # What makes numbers of codes takes so many instructions that they are read at half this speed at most.
+            assert in_flight(kernel) >= LEAST_IN_FLIGHT // (2 if "mxfp4" in name else 1), name
         if str(kernel["kernel"]).endswith("decode_attention_kernel"):
             threads = 32 * int(str(kernel["num_warps"]))
             programs = 65536 // (threads * int(str(kernel["constants"]["maxnreg"])))  # type: ignore[index]
