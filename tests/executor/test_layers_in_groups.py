@@ -130,8 +130,6 @@ def test_triton_kernels_read_pages(gemma3: Path, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"host_memory": "1MiB"}, "--host-memory"),
-        ({"disk_cache": "folder"}, "--disk-cache"),
         ({"kv_mapping": "mmu", "kernels": "torch", "block_size": 32}, "--kv-mapping mmu"),
     ],
 )

@@ -101,13 +101,14 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     check_latents(config, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
     model = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
-    if (quantised := read_quantisation(config.model, path, config.kv_dtype)) is not None and quantised.mxfp4:
+    quantised = read_quantisation(config.model, path, config.kv_dtype)
+    if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:  # ranks convert them
         place_mxfp4(model)
     header = {  # tied ones once
         name: TensorInfo("U8" if weight.dtype == torch.uint8 else "", list(weight.shape))
         for name, weight in model.named_parameters()
     }
-    weights = weight_bytes({path: header}, dtype, config.quantization) // config.tensor_parallel
+    weights = weight_bytes({path: header}, dtype, config.quantization, keeps_mxfp4=True) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # Gemma 3n has one for each layer
     inner = (inner if isinstance(inner, int) else max(inner)) // config.tensor_parallel

@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
+from tests.executor.ranks.groups import ThreadGroup
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
@@ -114,7 +115,7 @@ def test_logits_are_those_of_transformers(dtype: str, kernels: str, tmp_path: Pa
 def test_the_memory_that_is_counted_is_what_it_takes(dtype: str, tmp_path: Path) -> None:
     model = build(tmp_path)
     loaded = load(tmp_path, dtype, "torch")
-    counted = weight_bytes(checked_headers([tmp_path / "model.safetensors"]), loaded.dtype)
+    counted = weight_bytes(checked_headers([tmp_path / "model.safetensors"]), loaded.dtype, keeps_mxfp4=True)
     assert sizing(ExecutorConfig(model=str(tmp_path), dtype=dtype), tmp_path, 2**33).weights == counted  # type: ignore[arg-type]
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if name.endswith("_proj"))
@@ -147,6 +148,32 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     load(tmp_path, "float32", "torch")
 
 
+def test_each_rank_reads_its_part_of_the_experts(tmp_path: Path) -> None:
+    """In parts whose width, 48, is no multiple of the weights that share a scale."""
+    model = build(tmp_path)
+    experts = [
+        load_model(ExecutorConfig(model=str(tmp_path), device="cpu", dtype="bfloat16"), Ranks(rank, 2))
+        .model.get_submodule("model.layers.1.mlp.experts")
+        .state_dict()
+        for rank in range(2)
+    ]
+    for name, whole in model.get_submodule("model.layers.1.mlp.experts").state_dict().items():
+        first, second = (part[name].float() for part in experts)
+        if name == "down_proj_bias":
+            assert not second.any(), "the sum has it once"
+            assert torch.equal(first, whole.bfloat16().float())
+        else:
+            joined = torch.cat([first, second], dim=1 if name == "down_proj" else -1)
+            assert torch.equal(joined, whole.bfloat16().float()), name
+    model.set_attn_implementation("eager")
+    group = ThreadGroup(tmp_path, 2)
+    asked = request(list(range(5, 22)), 12)
+    run_requests(group, [asked], max_num_batched_tokens=9)  # type: ignore[arg-type]
+    group.close()
+    expected = reference(model, [list(range(5, 22))], [12], "cpu")
+    assert [asked.sequences[0].output_token_ids.tolist()] == expected
+
+
 def test_files_that_lack_a_part_are_refused(tmp_path: Path) -> None:
     build(tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
@@ -155,12 +182,6 @@ def test_files_that_lack_a_part_are_refused(tmp_path: Path) -> None:
         save_file(left, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ModelError, match=f"lack 1 weight that the model has: model.layers.{part}"):
             load(tmp_path, "float32", "torch")
-
-
-def test_ranks_are_refused(tmp_path: Path) -> None:
-    build(tmp_path)
-    with pytest.raises(ModelError, match="quantised checkpoints of gpt_oss are not divided among ranks"):
-        load_model(ExecutorConfig(model=str(tmp_path), device="cpu", tensor_parallel=2), Ranks(0, 2))
 
 
 def test_other_models_in_mxfp4_are_refused(tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
     quantised = read_quantisation(config.model, path, config.kv_dtype)
+    if quantised is not None and quantised.mxfp4 and not ranks.alone:
+        quantised = None  # of weights of the model's type each rank reads its part
     files = list(headers := checked_headers(weight_files(config.model, path)))
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)

@@ -157,7 +157,7 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
             case "fp8":
                 return _fp8(name, msgspec.convert(found, _Fp8), kv_dtype)
             case "mxfp4" if settings.model_type == "gpt_oss":
-                log.info("%s has experts in MXFP4, which stay in four bits", name)
+                log.info("%s has experts in MXFP4: one rank keeps them in four bits, several convert them", name)
                 return QuantisedCheckpoint(name, [], [], strict=False, mxfp4=True)
             case _:
                 raise _UnsupportedError

@@ -175,6 +175,8 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
+MXFP4_WEIGHTS, MXFP4_SCALES = "_proj_blocks", "_proj_scales"
+"""Ends of the names of the tensors of experts in MXFP4, bytes of two weights each, and the exponents of 32 weights."""
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in")
 
 
@@ -204,16 +206,25 @@ def check_weights(
     )
 
 
-def weight_bytes(headers: Headers, dtype: torch.dtype, quantization: Literal["none", "int8", "fp8"] = "none") -> int:
+def weight_bytes(
+    headers: Headers,
+    dtype: torch.dtype,
+    quantization: Literal["none", "int8", "fp8"] = "none",
+    *,
+    keeps_mxfp4: bool = False,
+) -> int:
     """Return the bytes of all weights as ``dtype``, with linear layers in eight bits if they are quantised.
 
-    Bytes stay bytes: those of experts in MXFP4 are two weights each, or a scale.
+    Weights in MXFP4, two in a byte, are converted to ``dtype``, and their scales go into them, unless they are kept.
     """
     total = 0
     for name, tensor in chain.from_iterable(header.items() for header in headers.values()):
+        count = math.prod(tensor.shape)
+        if tensor.dtype == "U8" and name.endswith((MXFP4_WEIGHTS, MXFP4_SCALES)):
+            total += count if keeps_mxfp4 else 2 * count * dtype.itemsize * name.endswith(MXFP4_WEIGHTS)
+            continue
         linear = len(tensor.shape) >= 2 and not any(part in name for part in _EMBEDDINGS)
-        is_byte = tensor.dtype == "U8" or (linear and quantization != "none")
-        total += math.prod(tensor.shape) * (1 if is_byte else dtype.itemsize)
+        total += count * (1 if linear and quantization != "none" else dtype.itemsize)
     return total
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from pagewise_shared.errors import ModelError
 
-from pagewise_executor.models.weight_files import INDEX, Headers, read_index
+from pagewise_executor.models.weight_files import INDEX, MXFP4_SCALES, MXFP4_WEIGHTS, Headers, read_index
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def check_types(model: str, headers: Headers) -> None:
 
 
 def check_experts(model: str, headers: Headers) -> None:
-    """Refuse a mixture of which an expert lacks a weight that others of the same layer have.
+    """Refuse a mixture of which an expert lacks a weight that others of the same layer have, or scales of MXFP4.
 
     transformers joins the weights of all experts into one tensor, and cannot name the missing one.
 
@@ -114,6 +114,8 @@ def check_experts(model: str, headers: Headers) -> None:
         for expert in range(max(map(int, experts)) + 1)
         for end in ends
     }
+    for end, other in ((MXFP4_WEIGHTS, MXFP4_SCALES), (MXFP4_SCALES, MXFP4_WEIGHTS)):
+        wanted |= {name.removesuffix(end) + other for name in there if name.endswith(end)}
     check_differences(model, headers, Differences(missing=wanted - there))
 
 
