@@ -2,8 +2,9 @@
 
 import torch
 
+from pagewise_kernels.cpu import huge_pages
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
-from pagewise_kernels.cpu.operations import check_input, panels_of
+from pagewise_kernels.cpu.operations import check_input
 from pagewise_kernels.mxfp4 import Mxfp4Weights
 
 
@@ -66,4 +67,15 @@ class PackedMxfp4Experts:
 def _packed(weights: Mxfp4Weights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, eight in an int32, and scales in panels, and the bias in float32, of weights [.., outs, ins]."""
     words = weights.blocks.contiguous().flatten(-2).view(torch.int32)
-    return panels_of(words), panels_of(weights.scales), weights.bias.detach().float().contiguous()
+    return _panels(words), _panels(weights.scales), weights.bias.detach().float().contiguous()
+
+
+def _panels(values: torch.Tensor) -> torch.Tensor:
+    """Return values [.., outs, ins] as [.., panels, ins, panel], with zeros behind the last output, as other weights."""
+    panel = load_library().pagewise_panel()
+    *others, outs, ins = values.shape
+    whole, rest = divmod(outs, panel)
+    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, panel), values.dtype)
+    packed[..., :whole, :, :] = values[..., : whole * panel, :].unflatten(-2, (whole, panel)).transpose(-2, -1)
+    packed[..., whole:, :, :rest] = values[..., None, whole * panel :, :].transpose(-2, -1)
+    return packed
