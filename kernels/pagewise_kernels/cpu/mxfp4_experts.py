@@ -71,7 +71,7 @@ def _packed(weights: Mxfp4Weights) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 def _panels(values: torch.Tensor) -> torch.Tensor:
-    """Return values [.., outs, ins] as [.., panels, ins, panel], with zeros behind the last output, as other weights."""
+    """Return values [.., outs, ins] as [.., panels, ins, panel], zeros behind the last output, as other weights."""
     panel = load_library().pagewise_panel()
     *others, outs, ins = values.shape
     whole, rest = divmod(outs, panel)
