@@ -1,18 +1,14 @@
-"""Experts in MXFP4 in C against an oracle in float64, whatever tokens choose."""
+"""Experts in MXFP4 in C against an oracle in float64, in every build of the library that this processor runs."""
 
 import pytest
 import torch
 from pagewise_kernels.cpu.mxfp4_experts import PackedMxfp4Experts
 
-from tests.cpu_kernels import need_cpu_kernels
 from tests.kernels.mxfp4_layers import ALPHA, LIMIT, SHAPES, TOLERANCE, drawn_layer, error, oracle
 
+pytestmark = pytest.mark.usefixtures("build")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def library() -> None:
-    need_cpu_kernels()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
