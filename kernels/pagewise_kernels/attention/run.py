@@ -78,8 +78,8 @@ def run_decode(
     """Run ``units`` int32 [n, DECODE_FIELDS] of ``plan_decode_kernel`` on ``programs`` programs.
 
     ``parts``: where partial results go, which are merged in the same launch. ``order`` int32: the queries of units with
-    several of them are entries of it. ``strict``: parts are merged in order, products and sums are not fused. ``ring``: see
-    ``decode_attention``.
+    several of them are entries of it. ``strict``: parts are merged in order, products and sums are not fused.
+    ``ring``: see ``decode_attention``.
 
     Raises:
         ValueError: ``scale`` is not positive, or the plan is on another device than q.

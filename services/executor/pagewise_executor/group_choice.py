@@ -36,8 +36,8 @@ def _one_group(config: ExecutorConfig, loaded: LoadedModel, exchanges: bool) -> 
     """Return which used features need all layers in one group; empty: none does."""
     if config.kv_mapping == "mmu":
         return "page tables in hardware (--kv-mapping mmu)"
-    if loaded.kernels == "triton" and config.cuda_graphs:
-        return "CUDA graphs"
+    if loaded.kernels == "triton" and config.attention not in ("auto", "triton"):
+        return f"libraries for attention (--attention {config.attention})"
     tiers = {"--host-memory": config.host_memory, "--disk-cache": config.disk_cache, "--store": config.store}
     if used := [option for option, value in tiers.items() if value is not None]:
         return f"tiers below the device ({', '.join(used)})"
