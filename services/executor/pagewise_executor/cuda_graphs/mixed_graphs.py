@@ -48,6 +48,8 @@ class ModelBody:
 
     def __init__(self, model: nn.Module) -> None:
         body = model.get_decoder()  # type: ignore[operator] # not always the base model: OPT's is ``model.decoder``
+        if body is model:  # Llama 4: the prefix of its base model names a module that it does not have
+            body = model.model
         assert isinstance(body, nn.Module)
         self._forward = body.forward
         self._output: Any = None
