@@ -83,7 +83,7 @@ def _check_pages(rng: random.Random, drafts: bool) -> None:
         features=FeatureOptions(speculative=speculative if drafts else None),
     )  # fmt: skip
     groups = [LayerGroup(1, pages), *(LayerGroup(1, one.pages_per_block, one.window, one.chunked) for one in windows)]
-    executor = PagedExecutor(groups, shape.num_pages, size, LONGEST)
+    executor = PagedExecutor(groups, shape.num_pages, size, LONGEST, budget)
     requests, in_flight = drive_at_random(rng, scheduler, executor, lambda plan: execute(executor, plan), LONGEST)
     run_to_end(scheduler, executor, in_flight)
     check_tokens(requests)
