@@ -36,7 +36,7 @@ from pagewise_shared.config import ExecutorConfig
 from benchmarks.launch.fake_driver import fake_driver, missing
 
 
-def check_kernels(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
+def check_kernels(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, pages: None) -> None:
     """Take the place of the executor's, and compare no results."""
     use = use_of(config, loaded, kv_dtype)
     with torch.inference_mode():

@@ -155,7 +155,7 @@ def choose_compute(
     from pagewise_executor.kernel_checks.run import check_kernels
 
     kv_dtype = kv_dtype_for(config, loaded.dtype, backend, device)
-    check_kernels(config, loaded, kv_dtype)
+    check_kernels(config, loaded, kv_dtype, pages)
     if pages is not None:
         log.info("attention of prompts: triton, because libraries are not called for groups of layers")
         return triton_compute(config, loaded, last_tokens, adapters, pages=pages)
