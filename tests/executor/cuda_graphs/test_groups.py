@@ -12,10 +12,16 @@ import transformers
 from pagewise_executor import model_runner
 from pagewise_executor.collectives import ALONE
 from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
+from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.loader import load_model
+from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_executor.profile import dummy_prefill
+from pagewise_executor.warm_up import warm_up
 from pagewise_kernels.attention.config import LARGEST_TILE
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import Welcome
 
 from tests.executor.cuda_graphs.fake_captures import FakeCuda
 from tests.executor.driver import request, run_requests
@@ -106,3 +112,48 @@ def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, cu
     run_requests(runner, requests, num_blocks=21, max_num_seqs=3, max_num_batched_tokens=TOKENS, arrive_every=3)
     assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
     assert cuda.replayed > 20
+
+
+def test_a_start_measures_captures_and_warms_up(
+    tmp_path: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pool with room for two steps, of which a block of all layers takes seven pages."""
+    build_model("gemma3", tmp_path)
+    options = {"max_model_len": 96, "max_num_seqs": 4, "num_blocks": 8}
+    config = with_step_limits(
+        ExecutorConfig(
+            model=str(tmp_path), device="cpu", kernels="triton", block_size=BLOCK, profile=False,
+            max_num_batched_tokens=TOKENS, **options,
+        ),
+        None,
+    )  # fmt: skip
+    loaded = load_model(config)
+    monkeypatch.setattr(model_runner, "load_model", lambda *_: loaded)
+    runner = ModelRunner(config)
+    graphs = runner._graphs
+    assert graphs is not None
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    runner._measure_activations(config, loaded, torch.float32)
+    backend = graphs.decodes._backend
+    assert len(backend._plans) == 2, "one for each group, with its scratch, which layers in all slots share"
+    assert [len(group.on_device) for group in backend.tables.groups] == [1, 6]
+    runner._size_pool(config, loaded, torch.float32)
+    runner._capture(graphs, config)
+    assert not runner.info.fallback
+    assert len(cuda.captures) == graphs.num_graphs
+    sizes: list[list[int]] = []
+    execute = runner.execute
+    monkeypatch.setattr(
+        runner, "execute", lambda plan: (sizes.append([size for _, size in plan.chunks]), execute(plan))[1]
+    )
+    warm_up(runner, runner._pool, torch.float32, 2 * TOKENS, TOKENS - 3)
+    assert sizes == [[4] * 4, [8] * 2, [16], [32]], "as many tokens as all groups have pages for"
+
+
+def test_a_window_that_is_larger_than_its_table_is_refused(tmp_path: Path) -> None:
+    build_model("gpt_oss", tmp_path, num_hidden_layers=2)
+    runner = build(tmp_path)
+    runner.reset(Welcome(0, 1, 128, keeps_blocks=True))
+    with pytest.raises(InvalidPlanError, match="needs 21 blocks of its window at once, of 16 at most"):
+        dummy_prefill(runner, 0, 65)
