@@ -210,7 +210,9 @@ class TritonBackend(AttentionBackend):
         for plan, on_device in zip(plans.values(), there, strict=False):
             plan.bind(on_device)
         own_slots = slots[:, : len(rows)].unbind()
-        step = TritonStep(self, own_slots, self.tables.slots, *of_decodes, chunks, prefill_plans={**plans})
+        step = TritonStep(
+            self, own_slots, self.tables.slots, of_decodes[0], of_decodes[1], chunks, prefill_plans={**plans}
+        )
         step.chunk_tables = ChunkTables(chunks, batch.block_tables, batch.block_size, self.upload)
         return step
 
