@@ -6,7 +6,7 @@ import torch
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
+from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT
 
 BLOCK_SIZE = 16

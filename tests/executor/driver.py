@@ -10,9 +10,9 @@ from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
+from pagewise_scheduler.core.tiers.arena import ArenaShape
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
-from pagewise_scheduler.core.tiers.windows import ArenaShape
 from pagewise_scheduler.server.executor_checks import shape_of
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig

@@ -1,9 +1,5 @@
 """What an executor holds outlives its scheduler, and what lies on its host outlives the executor itself."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,10 +8,19 @@ import torch
 import transformers
 from pagewise_executor.profile import measure_tier
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import DEVICE, HOST, TierInfo, Welcome, named_blocks
+from pagewise_shared.protocol import (
+    DEVICE,
+    HOST,
+    BlockCopies,
+    StepPlan,
+    TierInfo,
+    Welcome,
+    named_blocks,
+    pack_int32s,
+)
 
 from tests.executor.driver import drive, request
-from tests.executor.inventories import PROMPTS, scheduler_for, serve
+from tests.executor.inventories import PROMPTS, run_and_kill, scheduler_for, serve
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, host_of
 from tests.model_builders import build_model
@@ -42,7 +47,7 @@ def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[l
     inventory = runner.inventory()
     assert inventory is not None
     second = scheduler_for(runner, 400)
-    second.kv.expect(named_blocks(inventory))
+    second.kv.expect([named_blocks(inventory)])
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, second)
     assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected
@@ -50,7 +55,7 @@ def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[l
     # What was generated has names too: a conversation goes on where it was.
     longer = request(PROMPTS[0] + expected[0] + [5], 4, name="longer")
     third = scheduler_for(runner, 400)
-    third.kv.expect(named_blocks(runner.inventory()))  # type: ignore[arg-type]
+    third.kv.expect([named_blocks(runner.inventory())])  # type: ignore[arg-type]
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     drive(runner, third, [longer])
     assert longer.num_cached_tokens == 72
@@ -68,6 +73,21 @@ def test_rows_that_run_are_offered_as_far_as_they_are_computed(model_path: Path)
     inventory = runner.inventory()
     assert inventory is not None
     assert len(named_blocks(inventory)[DEVICE]) == (63 + 11) // 8
+
+
+def test_a_block_that_a_copy_has_overwritten_is_not_offered(model_path: Path) -> None:
+    """Not by its old name, also if no row has it: it may have been fetched ahead from another executor."""
+    runner = build_runner(model_path)
+    runner.reset(Welcome(1, 8, 64))
+    serve(runner, scheduler_for(runner, 400))
+    before = named_blocks(runner.inventory())[DEVICE]  # type: ignore[arg-type]
+    runner.reset(Welcome(2, 8, 64, keeps_blocks=True))
+    free = next(block for block in range(400) if block not in before.values())
+    name, block = next(iter(before.items()))
+    copies = BlockCopies(DEVICE, DEVICE, pack_int32s([free, block]))
+    runner.execute(StepPlan(2, 1, copies=(copies,))).result()
+    after = named_blocks(runner.inventory())[DEVICE]  # type: ignore[arg-type]
+    assert after == {one: at for one, at in before.items() if one != name}
 
 
 def test_a_welcome_that_keeps_nothing_forgets_everything(model_path: Path) -> None:
@@ -95,20 +115,6 @@ def test_an_inventory_waits_for_copies_that_are_on_their_way(model_path: Path) -
     assert offered == {name: block for block, name in host.memory.names().items()}, "nothing changes later"
 
 
-def run_and_kill(model_path: Path, folder: Path) -> None:
-    """An executor that serves with few blocks, so that most of them go to the host, and is killed."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.executor.inventories", str(model_path), str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "served\n"
-        child.send_signal(signal.SIGKILL)
-
-
 @pytest.mark.parametrize(("corrupt", "profile"), [(False, False), (True, False), (False, True)])
 def test_an_executor_that_was_killed_finds_its_host_blocks_again(
     model_path: Path, expected: list[list[int]], tmp_path: Path, corrupt: bool, profile: bool
@@ -124,7 +130,7 @@ def test_an_executor_that_was_killed_finds_its_host_blocks_again(
         for block in named[HOST].values():
             host_of(runner).memory.slot(block)[0] ^= 1
     scheduler = scheduler_for(runner, 40)
-    scheduler.kv.expect(named)
+    scheduler.kv.expect([named])
     runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
     again = serve(runner, scheduler)
     assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected

@@ -83,7 +83,7 @@ def test_windows_are_read_through_the_tables_that_they_have(tmp_path: Path, devi
     options = {"device": device.type, "dtype": "float32", "kernels": "triton", "max_num_batched_tokens": 64}
     config = with_step_limits(ExecutorConfig(model=str(tmp_path), cuda_graphs=True, **options), None)  # type: ignore[arg-type]
     loaded = load_model(config)
-    pages = choose_pages(config, loaded, loaded.dtype, exchanges=False)
+    pages = choose_pages(config, loaded, loaded.dtype)
     use = use_of(config, loaded, loaded.dtype, pages)
     assert use.rings
     assert [kernel_error(name, use) for name in ("decode attention", "prefill attention")] == ["", ""]

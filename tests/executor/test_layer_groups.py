@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_executor.device_defaults import STEPS_IN_FLIGHT
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
+from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
-from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT
 
 

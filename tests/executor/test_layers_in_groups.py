@@ -134,8 +134,6 @@ def test_triton_kernels_read_pages(gemma3: Path, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"host_memory": "1MiB"}, "--host-memory"),
-        ({"disk_cache": "folder"}, "--disk-cache"),
         ({"kv_mapping": "mmu", "kernels": "torch", "block_size": 32}, "--kv-mapping mmu"),
     ],
 )
@@ -154,7 +152,7 @@ def test_features_that_need_one_group_get_it(
 def test_libraries_for_attention_need_one_group(gemma3: Path) -> None:
     loaded = replace(load_model(ExecutorConfig(model=str(gemma3), device="cpu", kernels="torch")), kernels="triton")
     found = [
-        choose_pages(ExecutorConfig(model=str(gemma3), attention=name), loaded, torch.float32, exchanges=False)
+        choose_pages(ExecutorConfig(model=str(gemma3), attention=name), loaded, torch.float32)
         for name in ("auto", "triton", "fa3")
     ]
     assert [pages is not None for pages in found] == [True, True, False]

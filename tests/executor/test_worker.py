@@ -47,6 +47,9 @@ class Device:
     def inventory(self) -> Inventory | None:
         return None
 
+    def agree(self, inventory: Inventory | None) -> None:
+        pass
+
     def reset(self, welcome: Welcome) -> None:
         self.issued.clear()
 

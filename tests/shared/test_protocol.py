@@ -133,6 +133,9 @@ def test_an_inventory_names_the_blocks_of_each_tier() -> None:
     held = NamedBlocks(HOST, pack_int32s([7, 3]), one + other)
     inventory = Inventory((NamedBlocks(DEVICE, pack_int32s([5]), other), held))
     assert named_blocks(inventory) == {DEVICE: {other: 5}, HOST: {one: 7, other: 3}}
+    windows = Inventory((*inventory.tiers, NamedBlocks(DEVICE, pack_int32s([5]), one, 2)))
+    assert named_blocks(windows) == named_blocks(inventory)
+    assert named_blocks(windows, 2) == {DEVICE: {one: 5}}
     hello = Hello(2, 0, "e", "f", 1, 1, 1, 1, tiers=(TierInfo(HOST, 8, 1.5),), inventory=inventory)
     assert decode_from_executor(encode(hello)) == hello
     for bad in (

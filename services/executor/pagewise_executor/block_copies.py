@@ -48,6 +48,7 @@ class CopyJob:
             elapsed_us=int(seconds * 1e6),
             bad=pack_int32s(bad),
             error=error,
+            group=self.group,
         )
 
 

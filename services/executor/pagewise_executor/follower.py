@@ -24,6 +24,7 @@ from pagewise_executor.ranks.messages import (
     Failed,
     ListBlocks,
     Listed,
+    Offered,
     RankSpec,
     Ready,
     ResetDone,
@@ -140,6 +141,8 @@ def _follow(leader: _LeaderConnection, config: ExecutorConfig, spec: RankSpec) -
                 num_steps = 0
             case ListBlocks():
                 leader.send(Listed(runner.inventory()))
+            case Offered():
+                runner.agree(message.inventory)
             case CancelCopies() | LookUp() | LoadAdapter():
                 runner.handle(message)
             case Stop():

@@ -12,11 +12,9 @@ from pagewise_executor.models.loader import LoadedModel
 log = logging.getLogger(__name__)
 
 
-def choose_pages(
-    config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype, *, exchanges: bool
-) -> PageLayout | None:
+def choose_pages(config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> PageLayout | None:
     """Return the groups of the model's layers and their pages; None: it has one group, in which every layer keeps all
-    tokens. ``exchanges``: the executor exchanges blocks with others.
+    tokens.
 
     A model whose layers would form several groups has one if an option needs that, and the log says so.
     """
@@ -26,22 +24,19 @@ def choose_pages(
         for one in shapes
     ]
     found = page_layout(kinds, config.block_size, kv_dtype, loaded.max_model_len)
-    if found is not None and (reason := _one_group(config, loaded, exchanges)):
+    if found is not None and (reason := _one_group(config, loaded)):
         log.info("windowed layers keep all tokens, because %s do not support groups of layers yet", reason)
         return None
     return found
 
 
-def _one_group(config: ExecutorConfig, loaded: LoadedModel, exchanges: bool) -> str:
+def _one_group(config: ExecutorConfig, loaded: LoadedModel) -> str:
     """Return which used features need all layers in one group; empty: none does."""
     if config.kv_mapping == "mmu":
         return "page tables in hardware (--kv-mapping mmu)"
     if loaded.kernels == "triton" and config.attention not in ("auto", "triton"):
         return f"libraries for attention (--attention {config.attention})"
-    tiers = {"--host-memory": config.host_memory, "--disk-cache": config.disk_cache, "--store": config.store}
-    if used := [option for option, value in tiers.items() if value is not None]:
-        return f"tiers below the device ({', '.join(used)})"
-    return "blocks that other executors fetch (--lend-blocks)" if exchanges else ""
+    return ""
 
 
 def groups_of(pages: PageLayout | None) -> tuple[LayerGroup, ...]:

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.protocol import DEVICE, Hello, LayerGroup, NewSequence, StepPlan, pack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.block_copies import CopyJob, PageCopyJob
 from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork, int32s
+from pagewise_executor.page_labels import KeptBlocks, PageLabels
 from pagewise_executor.page_map import NULL_PAGE, PageMap
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
 
@@ -103,7 +105,10 @@ class GroupedBatch(InputBatch):
             {tier: self._maps[tier].num_blocks(number) if tier in self._maps else 0 for tier in num_pages}
             for number in range(len(groups))
         ]
-        self.tables: list[Int32s] = [np.zeros((each, *self.block_tables.shape), np.int32) for each in pages_per_block]
+        self._first_slots = [sum(pages_per_block[:group]) for group in range(len(groups))]
+        # The pages [slots, num_rows, max_blocks], of all groups and of each.
+        self._all_tables: Int32s = np.zeros((sum(pages_per_block), *self.block_tables.shape), np.int32)
+        self.tables: list[Int32s] = np.split(self._all_tables, np.cumsum(pages_per_block)[:-1])
         self._windows = [
             _WindowTables(number, group, len(self.block_tables), self.block_size)
             for number, group in enumerate(groups[1:], 1)
@@ -115,6 +120,23 @@ class GroupedBatch(InputBatch):
         # Blocks that this plan puts into tables, by group: row, first index, blocks.
         self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
+        self._labels: PageLabels | None = None
+        self._overwritten: list[Int32s] = []  # pages without computed tokens that this plan puts into tables
+
+    def label_with(self, labels: PageLabels) -> None:
+        """Keep the labels of the device's pages up to date."""
+        self._labels = labels
+        labels.attach(self._all_tables)
+
+    def _label(self, row: int) -> None:
+        assert self._labels is not None
+        pages = self.tables[0][0, row, : self.num_blocks[row]]
+        self._labels.label(row, self.sequences[row], int(self.num_computed[row]), pages)
+
+    def restore(self, kept: KeptBlocks) -> None:
+        """Give the blocks of an inventory that stays valid their pages. No plan has come yet."""
+        for tier, pages in self._maps.items():
+            pages.restore(kept.pages(tier))
 
     def apply(self, plan: StepPlan) -> StepWork:
         """Apply a plan as ``InputBatch`` does, with the tables of all groups. Entries behind the windows become null.
@@ -122,7 +144,7 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: as of ``InputBatch``; or a table does not hold what its layers see, or pages are missing.
         """
-        self._flat, self.changed = None, [[] for _ in self.groups]
+        self._flat, self.changed, self._overwritten = None, [[] for _ in self.groups], []
         for added in self._added:
             added.clear()
         work = super().apply(plan)
@@ -144,6 +166,9 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: the row holds none.
         """
+        if self._labels is not None and row in self.sequences:
+            self._label(row)
+            self._labels.left(row)
         super().remove(row)
         self.tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
         for window in self._windows:
@@ -154,6 +179,11 @@ class GroupedBatch(InputBatch):
         if self._flat is None or self._flat[0] is not work:
             self._flat = work, super().flat_batch(work)
         return self._flat[1]
+
+    def overwritten(self, work: StepWork) -> Int32s:
+        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks, if they have labels."""
+        targets = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
+        return np.concatenate([np.zeros(0, np.int32), *targets, *self._overwritten])
 
     def advance(self, work: StepWork) -> None:
         """Count the tokens of an issued step as ``InputBatch`` does."""
@@ -212,6 +242,11 @@ class GroupedBatch(InputBatch):
             tables[:, row, first : first + len(blocks)] = pages[:, done : done + len(blocks)]
             changed.append((row, first, first + len(blocks)))
             done += len(blocks)
+        if self._labels is not None:
+            rows = np.repeat([row for row, _, _ in added], [len(blocks) for _, _, blocks in added])
+            indices = np.concatenate([np.arange(first, first + len(blocks)) for _, first, blocks in added])
+            self._labels.note(rows, self._first_slots[group], indices, pages)
+            self._overwritten.append(pages[:, indices >= self.num_computed[rows] // self.block_size].ravel())
 
     def _computed_ranges(self, work: StepWork) -> tuple[Int64s, Int64s, Int64s]:
         """Return the rows that compute, and the positions [start, stop) that each computes [n]."""
@@ -240,14 +275,30 @@ class GroupedBatch(InputBatch):
         """
         jobs = checked_copies(plan, self._sizes)
         sources = [self._sources(job) for job in jobs]
+        self._label_sources(jobs, sources)
         self._unmap(int32s(plan.unmapped))
-        made = [self._of_pages(job, pages) for job, pages in zip(jobs, sources, strict=True)]
+        made = list[PageCopyJob]()
+        written = dict[tuple[int, int], Int32s]()  # by the lists so far, in each tier and group
+        for job, pages in zip(jobs, sources, strict=True):
+            before = written.get((job.source, job.group), job.pairs[:0, 0])
+            made.append(self._of_pages(job, pages, np.isin(job.pairs[:, 0], before)))
+            to = job.target, job.group
+            written[to] = np.concatenate([written.get(to, job.pairs[:0, 1]), job.pairs[:, 1]])
         inside = [job for job in made if job.source == job.target == DEVICE and job.peer is None]
         down = [job for job in made if job.target != DEVICE]
         up = [job for job in made if job.target == DEVICE and (job.source != DEVICE or job.peer is not None)]
         if len(inside) > 1:
             inside = [dataclasses.replace(inside[0], pairs=np.concatenate([job.pairs for job in inside]))]
         return [*down, *inside, *up]
+
+    def _label_sources(self, jobs: Sequence[CopyJob], sources: Sequence[Int32s]) -> None:
+        """Label pages that go to a tier with ids, which keeps the labels. In this plan the pages may enter tables."""
+        if self._labels is None:
+            return
+        for job, pages in zip(jobs, sources, strict=True):
+            if job.source == DEVICE != job.target and job.target in self._maps:
+                for row in self._labels.rows_of(pages.ravel()):
+                    self._label(row)
 
     def _unmap(self, triples: Int32s) -> None:
         if len(triples) % 3:
@@ -273,17 +324,18 @@ class GroupedBatch(InputBatch):
         each = self.groups[group].pages_per_block
         return (blocks[:, None] * each + np.arange(each)).astype(np.int32)
 
-    def _of_pages(self, job: CopyJob, sources: Int32s) -> PageCopyJob:
+    def _of_pages(self, job: CopyJob, sources: Int32s, written: npt.NDArray[np.bool_]) -> PageCopyJob:
         """Return a list of copies as copies of pages. ``sources``: the pages before the plan, null where there were
-        none: then the source is a target of an earlier list of the plan."""
+        none. ``written``: whether the source is a target of an earlier list of the plan, so that its pages are those
+        of the plan."""
         group, targets, names = job.group, job.pairs[:, 1], job.names
         if job.target in self._maps:
             pages = self._maps[job.target].map(group, targets)
         else:
             pages = self._numbered(group, targets)
         if job.peer is None and job.source in self._maps:
-            if (unknown := sources[:, 0] == NULL_PAGE).any():
-                sources[unknown] = self._maps[job.source].pages(group, job.pairs[unknown, 0])
+            if written.any():
+                sources[written] = self._maps[job.source].pages(group, job.pairs[written, 0])
             if not sources.all():
                 raise InvalidPlanError(f"a block of group {group} is copied that has no pages")
         if names:

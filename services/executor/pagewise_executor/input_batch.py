@@ -296,6 +296,15 @@ class InputBatch:
         blocks = self.block_tables[rows, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
 
+    def overwritten(self, work: StepWork) -> Int32s:
+        """Return the blocks of the device that the step, or a copy that it begins, writes to: the targets of copies,
+        and blocks without computed tokens that are new in tables."""
+        found = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
+        for row, start, stop in work.changed_tables:
+            computed = int(self.num_computed[row]) // self.block_size
+            found.append(self.block_tables[row, max(start, computed) : stop])
+        return np.concatenate([np.zeros(0, np.int32), *found])
+
     def _check_groups(self, plan: StepPlan) -> None:
         """Check that a plan knows the groups of layers: here there is one."""
         if plan.windows or plan.unmapped or any(new.windows for new in plan.joined):

@@ -9,6 +9,7 @@ from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.model_runner import IssuedStep, ModelRunner
 from pagewise_executor.ranks.agreement import Agreement, common_device
 from pagewise_executor.ranks.leader import Leader
+from pagewise_executor.ranks.messages import Offered
 from pagewise_executor.runner import BesideSteps, Counted, Report
 
 
@@ -80,7 +81,11 @@ class LeadingRunner(ModelRunner):
 
     def inventory(self) -> Inventory | None:
         """Return the hashed blocks that are in the tiers of all ranks."""
-        return self._leader.common_blocks(super().inventory)
+        common = self._leader.common_blocks(super().inventory, renumber=self._kept is not None)
+        if self._kept is not None:
+            self._leader.send(Offered(common))
+            self.agree(common)
+        return common
 
     @property
     def counted(self) -> Counted:

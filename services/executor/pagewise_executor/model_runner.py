@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import torch
+from pagewise_shared.block_hash import HASH_BYTES
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.config.adapter_options import adapter_capacity
 from pagewise_shared.protocol import (
@@ -47,6 +48,7 @@ from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.kv.segment_mover import SegmentMover
 from pagewise_executor.models.loader import LoadedModel, load_model
+from pagewise_executor.page_labels import LABEL_BYTES, KeptBlocks, PageLabels
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
 from pagewise_executor.runner import BesideSteps, Counted, Report
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
@@ -160,7 +162,7 @@ class ModelRunner:
         backend = backend_of(config, loaded.kernels)
         kv_dtype = kv_dtype_for(config, loaded.dtype, backend, loaded.device)
         self._layout = layout_of(config, backend)
-        self._pages = choose_pages(config, loaded, kv_dtype, exchanges=exchange is not None)
+        self._pages = choose_pages(config, loaded, kv_dtype)
         if self._pages is not None:
             self._layout = backend.layout_in_pages
             loaded.rotations, loaded.no_segments = [], _NO_SEGMENTS
@@ -204,7 +206,7 @@ class ModelRunner:
         block_format = loaded.block_format(kv_dtype, self._layout + paged)
         lower = make_tiers(
             config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, self._ranks,
-            self._issuing,
+            self._issuing, HASH_BYTES if self._pages is None else LABEL_BYTES,
         )  # fmt: skip
         self._copier.tiers |= lower
         # Of the pages of a tier with ids, page 0 is the null page here too.
@@ -247,8 +249,14 @@ class ModelRunner:
                 self._pages, num_blocks, config.block_size, kv_dtype, self._device, layout=self._layout, triton=triton
             )
         self._pool = pool
-        self._block_hashes = BlockHashes(num_blocks, config.block_size)
-        self._copier = BlockCopier(DeviceTier(pool, self._block_hashes))
+        self._names: BlockHashes | PageLabels
+        self._kept: KeptBlocks | None = None
+        if self._pages is None:
+            self._names = BlockHashes(num_blocks, config.block_size)
+        else:
+            self._names = PageLabels(1 + num_blocks, config.block_size)
+            self._kept = KeptBlocks([group.pages_per_block for group in self._pages.groups])
+        self._copier = BlockCopier(DeviceTier(pool, self._names), groups_of(self._pages))
         self._mover = SegmentMover(pool, loaded.rotations, triton=triton)
         self._forward_pass.attach(pool)
         fits = self._holds(config, num_blocks) if config.max_model_len == "auto" else loaded.max_model_len
@@ -371,7 +379,12 @@ class ModelRunner:
         for row in list(self._batch.sequences):
             self._batch.remove(row)
             self._sampler.leave(row)
-        return self._copier.inventory()
+        return self._copier.inventory(self._kept)
+
+    def agree(self, inventory: Inventory | None) -> None:
+        """Offer these blocks instead of all, because all ranks of this executor hold them."""
+        assert self._kept is not None
+        self._kept.agree(inventory)
 
     def close(self) -> None:
         """Stop serving blocks to peers, and release the tiers."""
@@ -389,12 +402,18 @@ class ModelRunner:
             self.info, tiers, num_rows=welcome.max_num_seqs, max_model_len=self._longest,
             vocab_size=self.info.vocab_size, short_rope_len=self.info.short_rope_len,
         )  # fmt: skip
-        if self._pages is None:  # no sequence begins with full layers alone, so their blocks need no hashes
-            self._batch.on_remove = self._block_hashes.cache_full_blocks
+        if isinstance(self._names, BlockHashes):
+            self._batch.on_remove = self._names.cache_full_blocks
+        elif isinstance(self._batch, GroupedBatch):
+            self._batch.label_with(self._names)
         self._forward_pass.reset(self._batch)
         if self._adapters is not None:
             self._adapters.reset(welcome.epoch)
         self._copier.reset(welcome.epoch, keep=welcome.keeps_blocks)
+        if self._kept is not None and isinstance(self._batch, GroupedBatch):
+            if welcome.keeps_blocks:  # not before, because peers that ask for blocks of the old epoch must get none
+                self._batch.restore(self._kept)
+            self._kept.clear()
         self._sampler = Sampler(
             self._token_sampler, self._penalties, ConstraintTables(self.info.vocab_size, self._device),
             self._compute_logprobs, self._device,
@@ -415,8 +434,8 @@ class ModelRunner:
             work = self._apply(plan)
             self._accepted(plan)
             self._copier.begin(plan.epoch, plan.step, work.copies)
-            # After the copies, which report blocks that leave the device by their hashes.
-            self._block_hashes.discard_overwritten(batch, work.changed_tables)
+            # After the copies, which report blocks that leave the device by their names.
+            self._names.forget(batch.overwritten(work))
             if work.moves:
                 self._mover.move(work.moves, batch)
             tokens, logprobs, prompts = self._compute(work)

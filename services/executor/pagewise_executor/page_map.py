@@ -52,6 +52,19 @@ class PageMap:
         held[missing] = self._free[self.num_free : self.num_free + count].reshape(len(missing), -1)
         return held[blocks]
 
+    def restore(self, pages: Sequence[Int32s]) -> None:
+        """Give pages to the first blocks of each group, in a map in which no block has pages yet.
+
+        ``pages``: of these blocks, [n, pages_per_block] of each group.
+        """
+        taken = np.zeros(self.num_free + 1, bool)
+        for held, given in zip(self._pages, pages, strict=True):
+            held[: len(given)] = given
+            taken[given] = True
+        free = self._free[~taken[self._free]]
+        self.num_free = len(free)
+        self._free[: self.num_free] = free
+
     def unmap(self, group: int, blocks: Int32s) -> None:
         """Free the pages of ``blocks`` [n], as far as they have some."""
         held = self._pages[group]

@@ -74,6 +74,10 @@ class Runner(Protocol):
     def inventory(self) -> Inventory | None:
         """Return which hashed blocks are in the tiers. All sequences are removed from the batch first."""
 
+    def agree(self, inventory: Inventory | None) -> None:
+        """Offer these blocks instead of all in the inventory, because all ranks of this executor hold them. Their ids
+        are new: only runners with several groups of layers, which give ids to the blocks that they offer, get this."""
+
     def close(self) -> None:
         """Release the runner's resources. No other call follows."""
 

@@ -16,6 +16,7 @@ from pagewise_shared.protocol import (
     CompileGrammar,
     GrammarCompiled,
     Hello,
+    Inventory,
     LayerGroup,
     LoadAdapter,
     PromptLogprobs,
@@ -99,6 +100,9 @@ class SimulatedRunner:
 
     def inventory(self) -> None:
         """Return None: it holds no blocks."""
+
+    def agree(self, inventory: Inventory | None) -> None:
+        """Do nothing: it holds no blocks."""
 
     def close(self) -> None:
         """Do nothing: it holds no resources."""

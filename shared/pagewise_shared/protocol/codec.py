@@ -125,16 +125,15 @@ def tier_name(number: int) -> str:
     return TIER_NAMES[number] if 0 <= number < len(TIER_NAMES) else f"tier {number}"
 
 
-def named_blocks(inventory: Inventory) -> dict[int, dict[BlockHash, int]]:
-    """Return the block ids of an inventory by block hash, for each tier number.
+def named_blocks(inventory: Inventory, group: int = 0) -> dict[int, dict[BlockHash, int]]:
+    """Return the block ids of an inventory by block hash, for each tier number. ``group``: of layers.
 
     Raises:
-        ProtocolError: the numbers of hashes and blocks differ, or a tier is named twice.
+        ProtocolError: the numbers of hashes and blocks differ, or a group of a tier is named twice.
     """
-    tiers = {held.tier: _by_hash(held) for held in inventory.tiers}
-    if len(tiers) != len(inventory.tiers):
-        raise ProtocolError("a tier is named twice")
-    return tiers
+    if len({(held.tier, held.group) for held in inventory.tiers}) != len(inventory.tiers):
+        raise ProtocolError("a group of a tier is named twice")
+    return {held.tier: _by_hash(held) for held in inventory.tiers if held.group == group}
 
 
 def _by_hash(held: NamedBlocks) -> dict[BlockHash, int]:

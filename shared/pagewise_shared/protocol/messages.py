@@ -190,19 +190,25 @@ class Hello(Message, frozen=True):
 
 
 class NamedBlocks(Piece, frozen=True):
-    """Full blocks of one tier.
+    """Full blocks of one tier and one group of layers.
 
     Fields:
-        tier: its number. blocks: their ids (int32 bytes). hashes: their block hashes in the same order (32 bytes each).
+        tier: its number. blocks: their ids (int32 bytes). hashes: their block hashes in the same order (32 bytes each):
+            blocks of all groups that hold the same tokens behind the same prefix have the same hash. group: of layers.
     """
 
     tier: int
     blocks: bytes
     hashes: bytes
+    group: int = 0
 
 
 class Inventory(Piece, frozen=True):
-    """Full blocks whose content an executor knows, of each tier that has some."""
+    """Full blocks whose content an executor knows, of each tier and group of layers that has some.
+
+    An executor with several groups offers a block if it holds all of the block's pages, and offers a hash only once for
+    each tier and group.
+    """
 
     tiers: Annotated[tuple[NamedBlocks, ...], Meta(max_length=MAX_TIERS)] = ()
 
@@ -282,7 +288,7 @@ class StepResult(Message, frozen=True):
 
 
 class Copied(Message, frozen=True):
-    """The executor has made one list of a step's copies, which ``source``, ``target`` and ``peer`` identify.
+    """The executor has made one list of a step's copies, which ``source``, ``target``, ``peer`` and ``group`` identify.
 
     Several such lists of a step are confirmed in the order of the plan.
 
@@ -293,6 +299,7 @@ class Copied(Message, frozen=True):
         bad: the targets in ``BlockCopies.pairs`` whose content is wrong (int32 bytes): the source was corrupt or did
             not arrive, or the target could not be written.
         error: the copies could not be made; the scheduler starts over under a new epoch, as after a failed step.
+        group: the group of layers.
     """
 
     epoch: int
@@ -303,10 +310,12 @@ class Copied(Message, frozen=True):
     elapsed_us: int = 0
     bad: bytes = b""
     error: StepError | None = None
+    group: int = 0
 
 
 class Found(Message, frozen=True):
-    """Answers ``LookUp``: the tier probably holds the first ``num_blocks`` full blocks of the prefix."""
+    """Answers ``LookUp``: the tier probably holds the first ``num_blocks`` full blocks of the prefix, and if there are
+    several groups of layers, also the windows with which a sequence begins behind these blocks."""
 
     epoch: int
     number: int
@@ -547,7 +556,8 @@ class GroupedStepPlan(StepPlan, frozen=True):
         unmapped: blocks whose pages go to other blocks in this step (int32 bytes: tier, group, block). An executor with
             several groups gives pages to a block when a plan names it first, and keeps them until the block is
             unmapped or, when the epoch ends, is not in an inventory that stays valid. Blocks without pages may be
-            unmapped too. Sources of the plan's copies still lie in their pages; all else follows the new mapping.
+            unmapped too. A source of the plan's copies still lies in its pages, unless an earlier list of the plan has
+            written it; all else follows the new mapping.
     """
 
     windows: bytes = b""
@@ -571,7 +581,7 @@ class LookUp(Message, frozen=True):
     """Ask how much of a prefix one of ``HASH_TIERS`` holds; ``Found`` with the same ``number`` answers.
 
     ``tier``: its number. ``root``: the parent hash of the prefix's first block. ``tokens``: of the prefix (int32
-    bytes).
+    bytes), behind whose full blocks a sequence may begin.
     """
 
     epoch: int

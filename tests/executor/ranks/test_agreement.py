@@ -65,6 +65,16 @@ def test_ranks_may_be_steps_apart_and_confirm_the_same_copies_twice() -> None:
     assert len(reported) == 3
 
 
+def test_copies_of_groups_of_layers_are_confirmed_apart() -> None:
+    agreed, reported = agreement(2)
+    agreed.add(0, Copied(3, 1, HOST, DEVICE, bad=pack_int32s([5])))
+    agreed.add(0, Copied(3, 1, HOST, DEVICE, group=1))
+    agreed.add(1, Copied(3, 1, HOST, DEVICE, group=1))
+    assert reported == [Copied(3, 1, HOST, DEVICE, group=1)]
+    agreed.add(1, Copied(3, 1, HOST, DEVICE))
+    assert reported[1:] == [Copied(3, 1, HOST, DEVICE, bad=pack_int32s([5]))]
+
+
 def test_what_was_said_of_another_epoch_is_forgotten() -> None:
     agreed, reported = agreement(2)
     agreed.add(0, copied(epoch=3))
@@ -108,6 +118,19 @@ def test_the_inventory_is_what_all_ranks_hold_in_the_same_blocks() -> None:
     assert common == inventory({1: 10})
     assert common_blocks([inventory({1: 10}), None]) is None
     assert common_blocks([inventory({1: 10}), inventory({1: 10})]) == inventory({1: 10})
+
+
+def test_ranks_that_number_their_blocks_each_for_itself_agree_on_hashes_and_new_numbers() -> None:
+    def inventory(*groups: str) -> Inventory:
+        """Blocks of the device by one letter of their hashes, numbered in this order."""
+        named = []
+        for group, held in enumerate(groups):
+            hashes = b"".join(one.encode() * HASH_BYTES for one in held)
+            named.append(NamedBlocks(DEVICE, pack_int32s(range(len(held))), hashes, group))
+        return Inventory(tuple(named))
+
+    common = common_blocks([inventory("abcd", "xy"), inventory("dxbc", "y")], renumber=True)
+    assert common == inventory("bcd", "y")
 
 
 H100 = Hello(1, 0, "", "model", 100, 64, 8, 10, 1024, device="NVIDIA H100", dtype="bfloat16", kernels="triton")

@@ -16,6 +16,7 @@ from pagewise_shared import start_checks
 from pagewise_shared.errors import ConfigError
 
 from benchmarks.processes import free_port
+from tests.executor.tiers.look_ups import check_look_ups
 from tests.executor.tiers.names import BLOCK_BYTES, content, empty, name_of, prefix
 from tests.redis_servers import SERVERS, Start, real_only, start_fake, start_real
 
@@ -69,6 +70,12 @@ def test_what_is_not_as_it_was_written_is_not_read_and_goes(url: str) -> None:
     assert (rows[3] == content(names)[3]).all()
     assert store.num_errors == 3
     assert store.contains(names) == [False, False, False, True]
+    store.close()
+
+
+def test_a_look_up_finds_where_a_sequence_of_several_groups_can_begin(url: str) -> None:
+    store = open_store(url)
+    check_look_ups(store)
     store.close()
 
 

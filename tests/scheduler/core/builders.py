@@ -8,11 +8,11 @@ from pagewise_scheduler.core.memory.block_table import CachedPrefix
 from pagewise_scheduler.core.memory.prefix_tree import block_keys
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.arena import ArenaShape
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
-from pagewise_scheduler.core.tiers.windows import ArenaShape
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.config.options import EvictionName

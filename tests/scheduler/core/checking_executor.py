@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pagewise_scheduler.core.tiers.windows import ArenaShape
+from pagewise_scheduler.core.tiers.arena import ArenaShape
 from pagewise_shared.block_hash import ONE_ROPE, BlockHash, block_hash, unpack_names
 from pagewise_shared.protocol import (
     DEVICE,
@@ -71,21 +71,25 @@ class Row:
 
 class CheckingExecutor:
     """``num_blocks``: of each tier. ``tiers``: what lies in their blocks. ``spoil``: host blocks whose next load is
-    reported bad. ``elapsed_us``: what copies are said to take.
+    reported bad; ``spoilt_windows``: of groups of windowed layers. ``elapsed_us``: what copies are said to take.
 
     ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only when that is told. ``peers``:
     others that it fetches from, by endpoint; ``epoch``: under which it lends. ``storage``: what lies in storage, which
     others may share. ``full``: nothing is written there. ``in_flight``: returns the steps that the scheduler has not
     had back. Copies do not wait for them: none may be loaded over what they touch, or stored that they write.
-    ``shape``: of the device memory of several groups. ``mapped``: the groups and blocks that have pages, each with its
-    number of pages. A block that is unmapped loses its content.
+    ``shape``: of the device memory of several groups, with ``host_pages`` pages below it. ``mapped``: the tiers, groups
+    and blocks that have pages, each with its number of pages. A block that is unmapped loses its content.
     """
 
-    def __init__(self, num_blocks: Mapping[int, int], block_size: int, shape: ArenaShape | None = None) -> None:
+    def __init__(
+        self, num_blocks: Mapping[int, int], block_size: int, shape: ArenaShape | None = None, host_pages: int = 0
+    ) -> None:
         self.shape, self.window_shapes = shape, shape.windows if shape is not None else ()
+        self.num_pages = {DEVICE: shape.num_pages if shape is not None else 0, HOST: host_pages}
         self.num_blocks = {HOST: 0, **num_blocks}
         self.block_size = block_size
         self.spoil: set[int] = set()
+        self.spoilt_windows: set[int] = set()
         self.short_rope_len = ONE_ROPE
         self.kinds: dict[bytes, bool] = {}  # of roots: whether KV behind them has the long factors of LongRoPE
         self.elapsed_us = 100
@@ -93,24 +97,32 @@ class CheckingExecutor:
         self.peers: dict[str, CheckingExecutor] = {}
         self.epoch = 1
         self.storage: dict[BlockHash, Content] = {}
+        self.stored_windows: dict[tuple[BlockHash, int], Content] = {}
         self.full = False
         self.in_flight: Callable[[], set[int]] = set
+        self.most_mapped = 0
         self.reset()
 
     def reset(self, epoch: int = 1, *, keeps_blocks: bool = False) -> None:
-        self.mapped = self._mapped_in(self.inventory()[DEVICE].values()) if keeps_blocks else {}
-        if not keeps_blocks:
+        self.mapped: dict[tuple[int, int, int], int] = {}
+        if keeps_blocks:
+            for group, by_tier in enumerate(self.inventory()):
+                for tier in (DEVICE, HOST):
+                    self._map(group, by_tier.get(tier, {}).values(), tier)
+        else:
             self.tiers: dict[int, dict[int, Content]] = {tier: {} for tier in self.num_blocks}
+            self.windowed: list[dict[int, Content]] = [{} for _ in self.window_shapes]
+            self.windowed_on_host: list[dict[int, Content]] = [{} for _ in self.window_shapes]
         self.epoch = epoch
         self.rows: dict[int, Row] = {}
-        self.windowed: list[dict[int, Content]] = [{} for _ in self.window_shapes]
-        self._unmapped: dict[tuple[int, int], Content] = {}  # by the present plan
+        self._unmapped: dict[tuple[int, int, int], Content] = {}  # by the present plan
         self.decoding: dict[int, None] = {}
         self.last_step = 0
         self.touched: dict[int, set[int]] = {}  # by each step in flight
         self.written: dict[int, set[int]] = {}
         self.copying: list[tuple[StepPlan, BlockCopies]] = []  # with the plans that asked for them
-        self.num_unmapped = self.most_mapped = 0
+        self.num_unmapped = 0
+        self.num_windows_loaded = self.num_windows_stored = 0
         self.num_fetched = self.num_drafted = self.num_accepted = 0
         self.num_computed = self.num_moved = self.num_stored = self.num_loaded = self.num_written = (
             self.num_recalled
@@ -127,46 +139,48 @@ class CheckingExecutor:
     @property
     def arriving(self) -> set[int]:
         """Blocks of the device that copies are under way to."""
-        return {target for _, copies in self.copying if copies.target == DEVICE for _, target in pairs(copies.pairs)}
+        return self.arriving_in(0)
+
+    def arriving_in(self, group: int) -> set[int]:
+        """Blocks of the device, of a group, that copies are under way to."""
+        loads = (one for _, one in self.copying if one.target == DEVICE and one.group == group)
+        return {target for one in loads for _, target in pairs(one.pairs)}
 
     # ---- pages ---------------------------------------------------------------------------------------
 
-    def _mapped_in(self, blocks: Iterable[int]) -> dict[tuple[int, int], int]:
-        return {(0, block): self.shape.pages_per_block for block in blocks} if self.shape is not None else {}
-
-    def _held(self, group: int) -> dict[int, Content]:
-        return self.windowed[group - 1] if group else self.blocks
+    def _held(self, tier: int, group: int) -> dict[int, Content]:
+        if not group:
+            return self.tiers[tier]
+        return (self.windowed if tier == DEVICE else self.windowed_on_host)[group - 1]
 
     def _unmap(self, plan: StepPlan) -> None:
         """Take the pages from blocks. What lies there may still be read by the copies of this plan."""
         self._unmapped.clear()
         changes = unpack_int32s(plan.unmapped).tolist()
-        for tier, group, block in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
-            assert tier == DEVICE
-            self.num_unmapped += 1
-            self.mapped.pop((group, block), None)
-            self._unmapped[group, block] = self._held(group).pop(block, {})
+        for key in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
+            tier, group, block = key
+            self.num_unmapped += tier == DEVICE
+            self.mapped.pop(key, None)
+            self._unmapped[key] = self._held(tier, group).pop(block, {})
 
-    def _map(self, group: int, blocks: Iterable[int]) -> None:
+    def _map(self, group: int, blocks: Iterable[int], tier: int = DEVICE) -> None:
         """A plan names blocks to be written or read: those without pages get some."""
         if self.shape is None:
             return
         pages = self.shape.windows[group - 1].pages_per_block if group else self.shape.pages_per_block
         for block in blocks:
-            assert 0 <= block < self.shape.num_pages // pages
-            self.mapped.setdefault((group, block), pages)
-        self.most_mapped = sum(self.mapped.values())
-        assert self.most_mapped <= self.shape.num_pages, "there are too few pages"
+            assert 0 <= block < self.num_pages[tier] // pages
+            self.mapped.setdefault((tier, group, block), pages)
+        mapped = sum(pages for (lies, *_), pages in self.mapped.items() if lies == tier)
+        assert mapped <= self.num_pages[tier], "there are too few pages"
+        self.most_mapped = mapped if tier == DEVICE else self.most_mapped
 
-    def _source(self, group: int, block: int) -> Content:
-        """What lies in a block of the device that a copy of the present plan reads."""
-        if (group, block) in self._unmapped:
-            return self._unmapped[group, block]
-        assert self.shape is None or (group, block) in self.mapped, "the source of a copy has no pages"
-        return self._held(group).get(block, {})
-
-    def _content(self, tier: int, block: int) -> Content:
-        return self._source(0, block) if tier == DEVICE else self.tiers[tier][block]
+    def _source(self, tier: int, group: int, block: int) -> Content:
+        """What lies in a block that a copy of the present plan reads."""
+        if (tier, group, block) in self._unmapped:
+            return self._unmapped[tier, group, block]
+        assert self.shape is None or (tier, group, block) in self.mapped, "the source of a copy has no pages"
+        return self._held(tier, group).get(block, {})
 
     # ---- steps ---------------------------------------------------------------------------------------
 
@@ -180,15 +194,19 @@ class CheckingExecutor:
             blocks[plan.step] = set()
         self._unmap(plan)
         inside = [one for one in plan.copies if one.peer is None and one.source == one.target == DEVICE]
-        read = [[dict(self._source(one.group, block)) for block, _ in pairs(one.pairs)] for one in inside]
+        read = [[dict(self._source(DEVICE, one.group, block)) for block, _ in pairs(one.pairs)] for one in inside]
         for copies in plan.copies:
             if copies not in inside:
                 self._check_copies(plan.step, copies)
                 self._copy(plan, copies)
-            if copies.target == DEVICE:
-                self._map(copies.group, (target for _, target in pairs(copies.pairs)))
+            if copies.target in (DEVICE, HOST):
+                self._map(copies.group, (target for _, target in pairs(copies.pairs)), copies.target)
+            for _, target in pairs(copies.pairs) if copies.target == HOST else ():
+                self._unmapped.pop((HOST, copies.group, target), None)
         for copies, contents in zip(inside, read, strict=True):
-            self._held(copies.group).update(zip((target for _, target in pairs(copies.pairs)), contents, strict=True))
+            self._held(DEVICE, copies.group).update(
+                zip((target for _, target in pairs(copies.pairs)), contents, strict=True)
+            )
         self._unmapped.clear()
         for row in plan.left:
             del self.rows[row]
@@ -225,7 +243,9 @@ class CheckingExecutor:
             ends[group - 1] += 1
             self._map(group, (block,))
         for row_held in self.rows.values():
-            assert not self.shape or all((0, block) in self.mapped for block in row_held.blocks), "it has no pages"
+            assert not self.shape or all((DEVICE, 0, block) in self.mapped for block in row_held.blocks), (
+                "it has no pages"
+            )
             assert len(row_held.blocks) == len(set(row_held.blocks)), "a block is in a table twice"
         self.holders = Counter(block for row in self.rows.values() for block in row.blocks)
         for row, computed in plan.computed:
@@ -277,22 +297,24 @@ class CheckingExecutor:
             elif copies.target == DEVICE:
                 bad = self._load(copies)
             peer = copies.peer.endpoint if copies.peer is not None else ""
-            messages.append(
-                Copied(plan.epoch, plan.step, copies.source, copies.target, peer, self.elapsed_us, pack_int32s(bad))
-            )
+            told = (copies.source, copies.target, peer, self.elapsed_us, pack_int32s(bad))
+            messages.append(Copied(plan.epoch, plan.step, *told, group=copies.group))
         return messages
 
     def _load(self, copies: BlockCopies) -> list[int]:
         """Copy blocks to the device; returns those that do not hold what they should."""
         bad, corrupt = [], set()
+        spoil = self.spoilt_windows if copies.group else self.spoil
         for source, target in pairs(copies.pairs):
-            if copies.source == HOST and source in self.spoil:
+            if copies.source == HOST and source in spoil:
                 bad.append(target)
                 corrupt.add(source)
             elif not self.early_loads:
-                self.blocks[target] = dict(self.tiers[copies.source][source])
-            self.num_loaded += 1
-        self.spoil -= corrupt
+                content = self._held(copies.source, copies.group)[source]
+                self._held(DEVICE, copies.group)[target] = dict(content)
+            self.num_loaded += not copies.group
+            self.num_windows_loaded += copies.group > 0
+        spoil -= corrupt
         return bad
 
     def _fetch(self, copies: BlockCopies) -> list[int]:
@@ -303,42 +325,52 @@ class CheckingExecutor:
             return [target for _, target in pairs(copies.pairs)]
         assert peer.last_step >= copies.peer.step
         for source, target in pairs(copies.pairs):
-            held = peer.tiers[copies.source]
+            held = peer._held(copies.source, copies.group)
             assert source in held, (copies.source, source)
+            assert peer.shape is None or (copies.source, copies.group, source) in peer.mapped
             content = held[source]
             assert len(content) == self.block_size, "a block that is not full is lent"
-            self.blocks[target] = dict(content)
+            self._held(DEVICE, copies.group)[target] = dict(content)
             self.num_fetched += 1
         return []
 
     def _recall(self, copies: BlockCopies) -> list[int]:
         """Copy blocks from storage; returns those that are not there."""
-        bad, names = [], unpack_names(copies.names)
+        bad, names, group = [], unpack_names(copies.names), copies.group
         for index, target in pairs(copies.pairs):
-            if (content := self.storage.get(names[index].hash)) is None:
+            name = names[index].hash
+            content = self.stored_windows.get((name, group)) if group else self.storage.get(name)
+            if content is None:
                 bad.append(target)
             else:
-                self.blocks[target] = dict(content)
+                self._held(DEVICE, group)[target] = dict(content)
                 self.num_recalled += 1
         return bad
 
     def _write(self, copies: BlockCopies) -> None:
-        names = unpack_names(copies.names)
+        names, group = unpack_names(copies.names), copies.group
         for source, index in pairs(copies.pairs):
-            assert copies.source != DEVICE or source not in self.arriving
-            content, name = self._content(copies.source, source), names[index]
+            assert copies.source != DEVICE or source not in self.arriving_in(group)
+            content, name = self._source(copies.source, group, source), names[index]
             (known_as,) = self._named({source: content})
             tokens = content[self.block_size - 1][1]
             assert name.hash == known_as == block_hash(name.parent, pack_int32s(tokens[-self.block_size :]))
             if not self.full:
-                self.storage[name.hash] = dict(content)
+                if group:
+                    self.stored_windows[name.hash, group] = dict(content)
+                else:
+                    self.storage[name.hash] = dict(content)
                 self.num_written += 1
 
-    def inventory(self) -> dict[int, dict[BlockHash, int]]:
-        """What the full blocks of each tier are called."""
-        arriving = self.arriving
-        device = {block: content for block, content in self.blocks.items() if block not in arriving}
-        return {tier: self._named(device if tier == DEVICE else held) for tier, held in self.tiers.items()}
+    def inventory(self) -> list[dict[int, dict[BlockHash, int]]]:
+        """What the full blocks of each group are called, in each tier."""
+        named: list[dict[int, dict[BlockHash, int]]] = []
+        for group in range(1 + len(self.window_shapes)):
+            arriving = self.arriving_in(group)
+            device = {block: held for block, held in self._held(DEVICE, group).items() if block not in arriving}
+            lower = {tier: self._held(tier, group) for tier in (self.tiers if not group else (HOST,)) if tier != DEVICE}
+            named.append({tier: self._named(held) for tier, held in ({DEVICE: device} | lower).items()})
+        return named
 
     def _named(self, blocks: dict[int, Content]) -> dict[BlockHash, int]:
         names: dict[BlockHash, int] = {}
@@ -358,6 +390,8 @@ class CheckingExecutor:
 
     def _check_copies(self, step: int, copies: BlockCopies) -> None:
         """Check that no copy needs to wait for a step in flight before ``step``."""
+        if copies.group:
+            return
         if copies.target == DEVICE and copies.source != DEVICE:
             touched = set().union(*(blocks for number, blocks in self.touched.items() if number != step))
             assert not touched & {target for _, target in pairs(copies.pairs)}, "a step in flight touches this block"
@@ -373,29 +407,33 @@ class CheckingExecutor:
             self.copying.append((plan, copies))
             return
         for source, target in pairs(copies.pairs):
-            assert 0 <= target < self.num_blocks[copies.target]
+            assert copies.group or 0 <= target < self.num_blocks[copies.target]
             if copies.peer is None:
-                assert self._content(copies.source, source)
-                assert copies.source != DEVICE or source not in self.arriving
+                assert self._source(copies.source, copies.group, source)
+                assert copies.group or copies.source != DEVICE or source not in self.arriving
         if copies.target != DEVICE:
             self._store(copies)
         elif copies.peer is None and self.early_loads:
             for source, target in pairs(copies.pairs):
-                self.blocks[target] = dict(self.tiers[copies.source][source])
+                content = self._source(copies.source, copies.group, source)
+                self._held(DEVICE, copies.group)[target] = dict(content)
         self.copying.append((plan, copies))
 
     def _store(self, copies: BlockCopies) -> None:
         """Copy blocks to a lower tier: all sources are read before any target is written, and of several sources of one
         target the last counts."""
+        group = copies.group
         read = {
-            source for _, other in self.copying if _loads_from(other, copies.target) for source, _ in pairs(other.pairs)
-        }
-        taken = [(target, dict(self._content(copies.source, source))) for source, target in pairs(copies.pairs)]
+            source for _, other in self.copying
+            if _loads_from(other, copies.target) and other.group == group for source, _ in pairs(other.pairs)
+        }  # fmt: skip
+        taken = [(target, dict(self._source(copies.source, group, source))) for source, target in pairs(copies.pairs)]
         for target, content in taken:
             assert target not in read, "a block is written that is being loaded"
             assert len(content) == self.block_size, "a block that is not full leaves its tier"
-            self.num_stored += 1
-        self.tiers[copies.target] |= dict(taken)
+            self.num_stored += not group
+            self.num_windows_stored += group > 0
+        self._held(copies.target, group).update(taken)
 
     def _move(self, move: SegmentMove) -> None:
         """Move a part of a segment: its original has to lie where the plan says, and where it comes to is the row's."""
@@ -446,8 +484,11 @@ class CheckingExecutor:
     def _compute_windows(self, row: Row, position: int) -> None:
         """Write a token into the windowed layers, and check that it finds the tokens that it sees."""
         size = self.block_size
-        for shape, held, table in zip(self.window_shapes, self.windowed, row.windows, strict=True):
+        for group, (shape, held, table) in enumerate(
+            zip(self.window_shapes, self.windowed, row.windows, strict=True), 1
+        ):
             block = table[position // size]
+            assert block not in self.arriving_in(group), "a windowed block is written that is being loaded"
             first = position // shape.window * shape.window if shape.chunked else max(0, position - shape.window + 1)
             held.setdefault(block, {})[position % size] = (row.root, tuple(row.tokens[: position + 1]))
             for seen in range(first, position + 1):

@@ -42,18 +42,26 @@ def expected_beams(request: Request) -> list[list[int]]:
 def executor_for(scheduler: Scheduler) -> CheckingExecutor:
     tiers = {number: tier.num_blocks for number, tier in scheduler.kv.tiers.items()}
     shape = scheduler.kv.shape if isinstance(scheduler.kv, GroupedKVCacheManager) else None
-    executor = CheckingExecutor(tiers, scheduler.kv.block_size, shape)
+    host = scheduler.kv.host if isinstance(scheduler.kv, GroupedKVCacheManager) else None
+    executor = CheckingExecutor(tiers, scheduler.kv.block_size, shape, host.arena.num_pages if host is not None else 0)
     executor.short_rope_len = scheduler.short_rope_len
     executor.in_flight = lambda: {step.step for step in scheduler.steps_in_flight}
     return executor
 
 
 def num_stored(scheduler: Scheduler, executor: CheckingExecutor, request: Request) -> int:
-    """How many blocks of the request lie in the storage of the executor, from the beginning on."""
+    """How many blocks of the request lie in the storage of the executor, from the beginning on, up to a place where the
+    windows lie there too."""
     tokens = request.sequences[0].token_bytes() if request.sequences else request.prompt_token_ids.tobytes()
     root = scheduler.kv.pool.tree.root_hash(request.params.cache_salt)
     names = hash_chain(root, tokens, 4 * scheduler.kv.block_size)
-    return len(list(takewhile(lambda name: name in executor.storage, names)))
+    count = len(list(takewhile(lambda name: name in executor.storage, names)))
+
+    def has_windows(end: int) -> bool:
+        needed = ((one.number, one.first_needed(end * one.block_size)) for one in scheduler.kv.windows)
+        return all((name, group) in executor.stored_windows for group, first in needed for name in names[first:end])
+
+    return next((end for end in range(count, 0, -1) if has_windows(end)), 0)
 
 
 def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, limit: int = 10_000) -> int:

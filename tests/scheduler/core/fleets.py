@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
@@ -41,10 +42,19 @@ def fleet(count: int, recovery: RecoveryMode = "swap", **options: object) -> lis
 
 
 def mixed_fleet(
-    sizes: Sequence[int], recovery: RecoveryMode, num_tokens: int, num_host_tokens: int, costs: Costs
+    sizes: Sequence[int],
+    recovery: RecoveryMode,
+    num_tokens: int,
+    num_host_tokens: int,
+    costs: Costs,
+    windows: tuple[WindowShape, ...] = (),
 ) -> list[Node]:
-    """Executors with blocks of these sizes, and pools for as many tokens. What their blocks are is told by the size."""
+    """Executors with blocks of these sizes, and pools for as many tokens. What their blocks are is told by the size.
+
+    ``windows``: groups of windowed layers, which share the pools.
+    """
     directory = PrefixDirectory()
+    pages = 1 + sum(one.pages_per_block for one in windows)
     nodes = [
         Node(
             f"node {number}",
@@ -53,8 +63,9 @@ def mixed_fleet(
                 recovery=recovery,
                 block_size=size,
                 num_blocks=-(-num_tokens // size),
-                num_host_blocks=-(-num_host_tokens // size),
+                num_host_blocks=-(-num_host_tokens // size) * pages,
                 costs=costs,
+                shape=ArenaShape(-(-num_tokens // size) * pages, 1, windows, 64) if windows else None,
             ),
             block_format=size,
         )

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagewise_scheduler.core.request_report import request_report
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers import recovery as pointers
+from pagewise_scheduler.core.tiers.arena import WindowShape
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.peer import PeerTiers, PrefixDirectory
@@ -16,6 +17,7 @@ from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.protocol import DEVICE, HOST
 
 from tests.core_requests import change
+from tests.scheduler.core.arenas import check_arena
 from tests.scheduler.core.builders import create_request, create_scheduler, evict, recoveries_of
 from tests.scheduler.core.driving import (
     assert_all_free,
@@ -191,7 +193,7 @@ def test_blocks_from_before_are_found_by_their_hashes() -> None:
     node.executor.reset(keeps_blocks=True)
     fresh = create_scheduler(num_blocks=20, num_host_blocks=8, recovery="swap")
     fresh.kv.expect(inventory)
-    assert fresh.kv.pool.num_cached == len(inventory[DEVICE]) > 0
+    assert fresh.kv.pool.num_cached == len(inventory[0][DEVICE]) > 0
     request = create_request(prompt=prompt, max_tokens=3)
     fresh.add(request)
     run(fresh, node.executor)
@@ -206,13 +208,13 @@ def test_blocks_on_the_host_outlive_the_device() -> None:
     prompt = list(range(50))
     serve(node, prompt)
     serve(node, list(range(100, 140)))
-    host = node.executor.inventory()[HOST]
+    host = node.executor.inventory()[0][HOST]
     node.executor.reset(keeps_blocks=True)
     node.executor.blocks.clear()
     computed = node.executor.num_computed
     for recovery in ("swap", "both"):
         fresh = create_scheduler(num_blocks=20, num_host_blocks=40, recovery=recovery)  # type: ignore[arg-type]
-        fresh.kv.expect({HOST: dict(host)})
+        fresh.kv.expect([{HOST: dict(host)}])
         node.executor.reset(keeps_blocks=True)
         request = create_request(prompt=prompt, max_tokens=3)
         fresh.add(request)
@@ -239,6 +241,8 @@ def test_blocks_that_nobody_asks_for_make_room() -> None:
 class FleetRules(RuleBasedStateMachine):
     """Three executors, with blocks of the same size or not, and everything in between left to chance."""
 
+    windows: tuple[WindowShape, ...] = ()
+
     @initialize(
         sizes=st.one_of(
             st.integers(1, 4).map(lambda size: [size] * 3), st.sampled_from([[2, 2, 4], [1, 4, 4], [2, 3, 4]])
@@ -254,7 +258,8 @@ class FleetRules(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(pointers, "_FETCHED_BLOCKS", piece)
         costs = Costs(step=1e-4, token=1e-2, fetch_setup=1e-4, fetch_block=1e-4)
-        self.nodes = mixed_fleet(sizes, recovery, sizes[0] * num_blocks, sizes[0] * num_host_blocks, costs)
+        num_tokens, num_host_tokens = sizes[0] * num_blocks, sizes[0] * num_host_blocks
+        self.nodes = mixed_fleet(sizes, recovery, num_tokens, num_host_tokens, costs, self.windows)
         self.requests: list[Request] = []
         self.aborted: set[str] = set()
 
@@ -371,6 +376,18 @@ class FleetRules(RuleBasedStateMachine):
         for node in self.nodes:
             assert node.scheduler.kv.pool.num_remote_pins == 0
             assert_all_free(node.scheduler)
+            assert node.scheduler.kv.num_available == node.scheduler.kv.num_total
+
+
+class WindowFleetRules(FleetRules):
+    """The same with groups of windowed layers."""
+
+    windows = (WindowShape(3, 1), WindowShape(4, 2, chunked=True))
+
+    @invariant()
+    def memory_adds_up(self) -> None:
+        for node in self.nodes:
+            check_arena(node.scheduler, lends=True)
 
 
 def _most_lent(recoveries: Recoveries, pool: BlockPool) -> int:
@@ -382,11 +399,13 @@ def _most_lent(recoveries: Recoveries, pool: BlockPool) -> int:
     return sum(len(source._pinned) for source in unique)
 
 
-def test_the_memory_rules_hold_in_a_fleet() -> None:
-    check_rules(FleetRules, 60)
+@pytest.mark.parametrize("rules", [FleetRules, WindowFleetRules])
+def test_the_memory_rules_hold_in_a_fleet(rules: type[FleetRules]) -> None:
+    check_rules(rules, 60)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_the_memory_rules_hold_in_a_fleet_over_200_000_operations() -> None:
-    check_rules(FleetRules, 2000)
+@pytest.mark.parametrize("rules", [FleetRules, WindowFleetRules])
+def test_the_memory_rules_hold_in_a_fleet_over_200_000_operations(rules: type[FleetRules]) -> None:
+    check_rules(rules, 2000)

@@ -21,10 +21,10 @@ from hypothesis.stateful import (
 )
 from pagewise_scheduler.core.memory.eviction_history import LostBlocks
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
+from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
-from pagewise_shared.protocol import DEVICE, StepResult
+from pagewise_shared.protocol import DEVICE, HOST, StepResult
 from pagewise_shared.sampling import BeamParams
 from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
@@ -82,18 +82,19 @@ class MemoryRules(RuleBasedStateMachine):
         eviction: str,
         early_loads: bool,
     ) -> None:
+        shape = self.shape(num_blocks, budget)
         self.create = lambda: create_scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            num_host_blocks=num_host_blocks,
-            num_further_blocks=num_further_blocks,
+            num_host_blocks=num_host_blocks * (shape.num_pages // num_blocks if shape is not None else 1),
+            num_further_blocks=num_further_blocks if shape is None else 0,
             recovery=recovery,  # type: ignore[arg-type]
             eviction=eviction,  # type: ignore[arg-type]
             speculative=self.speculative,
             short_rope_len=self.short_rope_len,
-            shape=self.shape(num_blocks, budget),
+            shape=shape,
         )
         self.scheduler = self.create()
         for tier in self.scheduler.kv.pool.lower:
@@ -220,8 +221,9 @@ class MemoryRules(RuleBasedStateMachine):
         self.results.clear()
         self.scheduler, self.epoch = self.create(), 1
         if device_is_lost:
-            inventory[DEVICE] = {}
-            self.executor.mapped.clear()
+            for offered in inventory:
+                offered[DEVICE] = {}
+            self.executor.mapped = {block: pages for block, pages in self.executor.mapped.items() if block[0] == HOST}
         self.scheduler.kv.expect(inventory)
         for request in requests:
             self.scheduler.add(request)

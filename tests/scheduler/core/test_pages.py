@@ -6,7 +6,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import ExecutorView, PrefixQuery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers import windows
-from pagewise_scheduler.core.tiers.windows import WindowShape
+from pagewise_scheduler.core.tiers.arena import WindowShape
 
 from tests.core_requests import change
 from tests.scheduler.core.arenas import check_arena, create

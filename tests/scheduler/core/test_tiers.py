@@ -64,8 +64,8 @@ def test_a_prefix_may_come_from_two_tiers_at_once() -> None:
 def test_copies_are_in_an_order_in_which_each_reads_what_it_is_meant_to_read() -> None:
     pending = PendingCopies()
     # Block 7 of the host goes further down, then block 1 of the device takes its place, and goes further down at once.
-    pending.add([(HOST, 7, FURTHER, 0), (DEVICE, 1, HOST, 7), (DEVICE, 2, HOST, 8)])
-    pending.add([(HOST, 7, FURTHER, 1), (DEVICE, 3, HOST, 7), (DEVICE, 4, DEVICE, 5)])
+    pending.add([(HOST, 7, FURTHER, 0, 0), (DEVICE, 1, HOST, 7, 0), (DEVICE, 2, HOST, 8, 0)])
+    pending.add([(HOST, 7, FURTHER, 1, 0), (DEVICE, 3, HOST, 7, 0), (DEVICE, 4, DEVICE, 5, 0)])
     content = {(DEVICE, block): f"device {block}" for block in range(6)} | {(HOST, 7): "host 7"}
     for copies in pending.take():
         pairs = unpack_int32s(copies.pairs)
@@ -79,7 +79,7 @@ def test_copies_are_in_an_order_in_which_each_reads_what_it_is_meant_to_read() -
 
 def test_copies_on_write_that_nobody_wants_are_not_made_but_demotions_are() -> None:
     pending = PendingCopies()
-    pending.add([(DEVICE, 1, DEVICE, 2), (DEVICE, 3, DEVICE, 4), (DEVICE, 5, HOST, 6)])
+    pending.add([(DEVICE, 1, DEVICE, 2, 0), (DEVICE, 3, DEVICE, 4, 0), (DEVICE, 5, HOST, 6, 0)])
     pending.give_up([2])
     assert pending.demotes
     lists = [(copies.source, copies.target, unpack_int32s(copies.pairs)) for copies in pending.take()]

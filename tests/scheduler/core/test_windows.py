@@ -6,13 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers.windows import MARGIN, WindowShape
+from pagewise_scheduler.core.tiers.arena import WindowShape
+from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
+from pagewise_scheduler.core.tiers.snapshots import MARGIN
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
-from tests.scheduler.core.arenas import check_arena, check_tokens, create, drive_at_random
+from tests.scheduler.core.arenas import DISK_NAME, check_arena, check_tokens, create, drive_at_random
 from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
-from tests.scheduler.core.driving import executor_for, expected_tokens, run
+from tests.scheduler.core.driving import executor_for, expected_tokens, num_stored, run
 
 
 def begin(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], max_tokens: int = 3) -> Request:
@@ -79,7 +81,64 @@ def test_the_second_prompt_that_leaves_a_path_takes_a_snapshot_there() -> None:
         assert begin(scheduler, executor, [*shared, *own]).num_cached_tokens == cached
 
 
-@settings(max_examples=40, deadline=None)
+def test_a_snapshot_goes_to_the_host_and_comes_back() -> None:
+    """A conversation is evicted by others, and its next turn loads its full blocks and its window."""
+    scheduler = create(260, 1, (WindowShape(8, 1), WindowShape(13, 2)), host_pages=1200, recovery="swap")
+    executor = executor_for(scheduler)
+    first = begin(scheduler, executor, [*range(200)], 12)
+    for other in range(3):
+        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
+    assert executor.num_windows_stored > 0
+    again = begin(scheduler, executor, [*range(200), *first.sequences[0].output_token_ids.tolist(), 7, 7])
+    assert sum(again.cached_tokens.values()) == 208
+    assert executor.num_loaded + executor.num_windows_loaded > 40
+
+
+def test_a_window_that_was_spoilt_in_the_host_is_computed_again() -> None:
+    scheduler = create(160, 1, (WindowShape(8, 1),), host_pages=600, recovery="swap")
+    executor = executor_for(scheduler)
+    begin(scheduler, executor, [*range(200)], 12)
+    for other in range(3):
+        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
+    executor.spoilt_windows = set(range(600))
+    begin(scheduler, executor, [*range(200), 7, 7])
+    assert scheduler.kv.pool.counters.corrupt > 0
+
+
+def test_windows_come_back_from_the_disk() -> None:
+    scheduler = create(160, 1, (WindowShape(8, 1), WindowShape(9, 1, chunked=True)), disk=True, recovery="swap")
+    executor = executor_for(scheduler)
+    prompt = [*range(200)]
+    begin(scheduler, executor, prompt, 12)
+    for other in range(3):
+        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
+    again = create_request(prompt=[*prompt, 7, 7], max_tokens=3)
+    again.stored[DISK_NAME] = num_stored(scheduler, executor, again)
+    assert again.stored[DISK_NAME] == 50
+    scheduler.add(again)
+    run(scheduler, executor)
+    assert again.sequences[0].output_token_ids.tolist() == expected_tokens(again)
+    assert sum(again.cached_tokens.values()) == 200
+    assert executor.num_recalled > 50
+
+
+def test_the_host_keeps_what_snapshots_of_one_path_share_once() -> None:
+    scheduler = create(160, 1, (WindowShape(80, 1),), host_pages=2000, recovery="swap")
+    executor = executor_for(scheduler)
+    prompt = [*range(200)]
+    for _ in range(4):
+        prompt += begin(scheduler, executor, prompt, 12).sequences[0].output_token_ids.tolist()
+        begin(scheduler, executor, [5000 + len(prompt) + i for i in range(230)])
+    kv = scheduler.kv
+    assert isinstance(kv, GroupedKVCacheManager)
+    assert kv.host is not None
+    (pool,) = kv.host.snapshots
+    of_conversation = {node for node in pool.at if node.depth > 48}
+    assert len({pool.at[node] for node in of_conversation}) > 1
+    assert executor.num_windows_stored < 1.5 * pool.num_used
+
+
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
     """Sequences share prefixes, are preempted and aborted, and steps fail, in a small arena."""
@@ -92,16 +151,29 @@ def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
     needed = create(10**6, pages, windows, budget=budget).kv.room_for(longest)
     scheduler = create(
         needed + rng.randrange(60), pages, windows, budget=budget, seqs=rng.choice((1, 3, 8)),
-        eviction=rng.choice(("lru", "cost")),
+        eviction=rng.choice(("lru", "cost")), disk=rng.random() < 0.5,
+        host_pages=rng.choice((0, 0, 10, needed, 4 * needed)),
+        recovery=rng.choice(("auto", "swap", "both", "recompute")),
     )  # fmt: skip
     executor = executor_for(scheduler)
+    executor.early_loads = rng.random() < 0.5
 
     def execute(plan: StepPlan) -> StepResult:
         decoded = decode_from_scheduler(encode(plan))
         assert isinstance(decoded, StepPlan)
         return executor.execute(decoded)
 
-    requests, in_flight = drive_at_random(rng, scheduler, executor, execute, longest, lambda: check_arena(scheduler))
+    def copied() -> None:
+        if rng.random() < 0.1:
+            executor.spoilt_windows = set(range(0, 1000, 3))
+            for forgotten in [*executor.stored_windows][::3]:
+                del executor.stored_windows[forgotten]
+        for message in executor.finish_copies(rng.randrange(4)):
+            scheduler.copied(message)
+
+    requests, in_flight = drive_at_random(
+        rng, scheduler, executor, execute, longest, lambda: check_arena(scheduler), copied
+    )
     while in_flight:
         scheduler.update(in_flight.popleft())
     run(scheduler, executor)

@@ -5,25 +5,31 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
-from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_scheduler.server import executor_checks
 from pagewise_scheduler.server.executor_checks import (
     MAX_FLEET_BLOCKS,
     check_copies,
+    checked_inventory,
     checked_tokens,
     costs_of,
     hello_error,
     shape_of,
 )
 from pagewise_scheduler.server.sessions import ImpossibleError
+from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import (
     DEVICE,
+    DISK,
     HOST,
     TIER_NAMES,
     Copied,
+    Inventory,
     LayerGroup,
     MeasuredCosts,
+    NamedBlocks,
     PromptLogprobs,
     Refused,
     StepPlan,
@@ -165,6 +171,45 @@ def test_copies_that_cannot_be() -> None:
     for copied in (Copied(1, 1, HOST, DEVICE, "", -5), Copied(1, 1, HOST, DEVICE, "", 5, b"abc")):
         with pytest.raises(ImpossibleError):
             check_copies(copied)
+
+
+def held(tier: int, blocks: list[int], group: int = 0, hashes: str = "") -> NamedBlocks:
+    """Blocks with hashes of one letter each, by default a, b and so on."""
+    letters = hashes or "abcdefgh"[: len(blocks)]
+    return NamedBlocks(tier, pack_int32s(blocks), b"".join(letter.encode() * 32 for letter in letters), group)
+
+
+GROUPS: dict[str, object] = {
+    "groups": (LayerGroup(2, 2), LayerGroup(6, 3, window=16)), "num_pages": 20, "num_blocks": 10,
+    "no_segments": "windows", "tiers": (TierInfo(HOST, 12), TierInfo(DISK, 0)),
+}  # fmt: skip
+
+
+def test_an_inventory_is_checked_by_group() -> None:
+    name, other = BlockHash(b"a" * 32), BlockHash(b"b" * 32)
+    one = Inventory((held(DEVICE, [9, 0]), held(DEVICE, [5], 1), held(HOST, [3], 1)))
+    assert checked_inventory(hello(inventory=one, **GROUPS)) == [
+        {DEVICE: {name: 9, other: 0}},
+        {DEVICE: {name: 5}, HOST: {name: 3}},
+    ]
+    assert checked_inventory(hello(**GROUPS)) == [{}, {}]
+    twice = Inventory((held(DEVICE, [1, 2], hashes="aa"),))
+    assert checked_inventory(hello(inventory=twice)) == [{DEVICE: {name: 2}}], "one group may have two equal blocks"
+    for tiers in (
+        (held(DEVICE, [10]),),
+        (held(DEVICE, [6], 1),),
+        (held(HOST, [4], 1),),
+        (held(DEVICE, [-1], 1),),
+        (held(DEVICE, [1], 2),),
+        (held(DEVICE, [1], -1),),
+        (held(DISK, [1]),),
+        (held(DEVICE, [1, 1]),),
+        (held(DEVICE, [1, 2], hashes="aa"),),
+        (held(HOST, [1], 1), held(HOST, [2], 1)),
+        (held(HOST, [0, 1, 2, 3]), held(HOST, [0, 1], 1)),
+    ):
+        with pytest.raises(ProtocolError):
+            checked_inventory(hello(inventory=Inventory(tiers), **GROUPS))
 
 
 @pytest.mark.parametrize(

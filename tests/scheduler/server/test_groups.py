@@ -14,14 +14,16 @@ GROUPS = (LayerGroup(4, 2), LayerGroup(8, 3, 8))
 async def test_an_executor_says_its_groups(tmp_path: Path) -> None:
     offer = {"groups": GROUPS, "num_pages": 101, "num_blocks": 50, "page_bytes": 64, "no_segments": "groups"}
     async with running(tmp_path) as stack:
-        raw, welcome = await joined(tmp_path, tiers=(TierInfo(HOST, 5),), block_endpoint="tcp://h:1", **offer)
+        raw, welcome = await joined(tmp_path, tiers=(TierInfo(HOST, 11),), block_endpoint="tcp://h:1", **offer)
         await stack.ready(1)
         (handle,) = stack.executors
         scheduler = handle.scheduler
         assert [one.pages_per_block for one in scheduler.kv.windows] == [3]
-        assert not scheduler.kv.pool.lower
-        assert not stack.registry.directory.peers
+        (host,) = scheduler.kv.pool.lower
+        assert host.memory == (11, 0)
+        assert [*stack.registry.directory.peers] == ["tcp://h:1"]
         refresh_gauges(stack.router, stack.metrics)
+        assert stack.metric("kv_blocks", tier="host", state="free") == 11
         assert stack.metric("executor_kv_blocks", executor="raw", state="free") == 101
         assert stack.router.capacity.max_model_len == min(64, scheduler.kv.capacity_tokens)
         serving = asyncio.create_task(stack.generate([*range(20)], 30))

@@ -73,7 +73,7 @@ class Agreement:
 def _key(message: Answer) -> _Key:
     if isinstance(message, Found | AdapterLoaded):
         return type(message), message.epoch, message.number
-    return Copied, message.epoch, message.step, message.source, message.target, message.peer
+    return Copied, message.epoch, message.step, message.source, message.target, message.peer, message.group
 
 
 def _joined(messages: Sequence[Any]) -> Answer:
@@ -157,28 +157,34 @@ def common_device(own: Hello, others: Sequence[Ready]) -> str:
     return f"{', '.join(devices)}, {1 + len(others)} ranks"
 
 
-def common_blocks(inventories: Sequence[Inventory | None]) -> Inventory | None:
-    """Return the inventory of the blocks that hold the same hash on every rank, in the same tier.
+def common_blocks(inventories: Sequence[Inventory | None], *, renumber: bool = False) -> Inventory | None:
+    """Return the inventory of the blocks that hold the same hash on every rank, in the same tier and group of layers.
 
-    ``inventories``: one of each rank; None if a rank has no hashed blocks. Returns None if there are no such blocks.
+    ``inventories``: one of each rank; None if a rank has no hashed blocks. ``renumber``: the ranks have numbered their
+    blocks each for itself, so the blocks get new ids; otherwise a block has one id on all ranks. Returns None if there
+    are no such blocks.
     """
-    common: dict[int, dict[int, BlockHash]] | None = None
+    common: dict[tuple[int, int], dict[Any, BlockHash]] | None = None
     for inventory in inventories:
-        tiers = {named.tier: _hashes(named) for named in (inventory.tiers if inventory is not None else ())}
+        tiers = {
+            (named.tier, named.group): _hashes(named, renumber)
+            for named in (inventory.tiers if inventory is not None else ())
+        }
         if common is None:
             common = tiers
             continue
-        for tier, known in common.items():
-            others = tiers.get(tier, {})
-            common[tier] = {block: name for block, name in known.items() if others.get(block) == name}
+        for where, known in common.items():
+            others = tiers.get(where, {})
+            common[where] = {block: name for block, name in known.items() if others.get(block) == name}
     found = [
-        NamedBlocks(tier, pack_int32s(known), b"".join(known.values()))
-        for tier, known in (common or {}).items()
+        NamedBlocks(tier, pack_int32s(range(len(known)) if renumber else known), b"".join(known.values()), group)
+        for (tier, group), known in (common or {}).items()
         if known
     ]
     return Inventory(tuple(found)) if found else None
 
 
-def _hashes(named: NamedBlocks) -> dict[int, BlockHash]:
+def _hashes(named: NamedBlocks, renumber: bool) -> dict[Any, BlockHash]:
+    """Return the hashes by block, or each by itself if the blocks are to get other ids."""
     names = [BlockHash(named.hashes[start : start + HASH_BYTES]) for start in range(0, len(named.hashes), HASH_BYTES)]
-    return dict(zip(unpack_int32s(named.blocks), names, strict=True))
+    return dict(zip(names if renumber else unpack_int32s(named.blocks), names, strict=True))

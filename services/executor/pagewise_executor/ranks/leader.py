@@ -198,10 +198,12 @@ class Leader:
             follower.agreement = self._agreement
         return self._agreement
 
-    def common_blocks(self, own: Callable[[], Inventory | None]) -> Inventory | None:
-        """Return the inventory of the blocks that all ranks hold. ``own``: returns the inventory of rank 0."""
+    def common_blocks(self, own: Callable[[], Inventory | None], *, renumber: bool) -> Inventory | None:
+        """Return the inventory of the blocks that all ranks hold. ``own``: returns the inventory of rank 0.
+        ``renumber``: see ``agreement.common_blocks``."""
         self.send(ListBlocks())
-        return common_blocks([own(), *(follower.answer(Listed).inventory for follower in self.followers)])
+        each = [own(), *(follower.answer(Listed).inventory for follower in self.followers)]
+        return common_blocks(each, renumber=renumber)
 
     def _lost(self, reason: str, code: int) -> None:
         """End the executor: a rank has ended, or the ranks are not in step any more."""

@@ -79,6 +79,12 @@ class ListBlocks(Message, frozen=True):
     """Asks for the hashed blocks in all tiers. It is answered by ``Listed``, and sent while no step is in flight."""
 
 
+class Offered(Message, frozen=True):
+    """The blocks that all ranks hold, with new ids: follows ``ListBlocks`` if there are several groups of layers."""
+
+    inventory: Inventory | None
+
+
 class Stop(Message, frozen=True):
     """Ends a rank. No message follows."""
 
@@ -115,7 +121,7 @@ class Failed(Message, frozen=True):
     final: bool = False
 
 
-ToRank = StepPlan | GroupedStepPlan | Welcome | CancelCopies | LookUp | LoadAdapter | ListBlocks | Stop
+ToRank = StepPlan | GroupedStepPlan | Welcome | CancelCopies | LookUp | LoadAdapter | ListBlocks | Offered | Stop
 FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | AdapterLoaded
 
 ToNode = Heartbeat | Rejected | Admitted

@@ -1,12 +1,23 @@
 """Passes the copies of a plan, and look-ups, to the tiers of the executor."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from pagewise_shared.protocol import DEVICE, CancelCopies, Copied, Found, Inventory, LookUp, NamedBlocks, pack_int32s
+from pagewise_shared.protocol import (
+    DEVICE,
+    CancelCopies,
+    Copied,
+    Found,
+    Inventory,
+    LayerGroup,
+    LookUp,
+    NamedBlocks,
+    pack_int32s,
+)
 
 from pagewise_executor.block_copies import CopyJob
+from pagewise_executor.page_labels import KeptBlocks
 from pagewise_executor.tiers.device import DeviceTier
 from pagewise_executor.tiers.tier import Tier
 
@@ -22,10 +33,12 @@ class BlockCopier:
     device. Blocks never go up from one tier below the device to another. ``peers`` fetches blocks of other executors
     from any of their tiers.
 
-    ``tiers``: by number, the nearest first; tiers below the device may be added before the first copy.
+    ``tiers``: by number, the nearest first; tiers below the device may be added before the first copy. ``groups``: of
+    layers, if there are several.
     """
 
-    def __init__(self, device: DeviceTier) -> None:
+    def __init__(self, device: DeviceTier, groups: Sequence[LayerGroup] = ()) -> None:
+        self._groups = groups
         self.tiers: dict[int, Tier] = {DEVICE: device}
         self.peers = Tier()
         self._block_size = device.block_size
@@ -64,7 +77,7 @@ class BlockCopier:
     def look_up(self, message: LookUp) -> None:
         """Find out how much of a prefix is in a tier. May be called on any thread."""
         if (tier := self.tiers.get(message.tier)) is not None:
-            tier.look_up(message, self._block_size)
+            tier.look_up(message, self._block_size, self._groups)
 
     def reset(self, epoch: int, *, keep: bool) -> None:
         """Void all jobs of older epochs, and forget all blocks with ids unless ``keep``."""
@@ -76,8 +89,13 @@ class BlockCopier:
         for tier in (self.peers, *self.tiers.values()):
             tier.report = report
 
-    def inventory(self) -> Inventory | None:
-        """Return the hashes of all blocks with ids, as many as an inventory carries; None if none is known."""
+    def inventory(self, kept: KeptBlocks | None = None) -> Inventory | None:
+        """Return the hashes of all blocks with ids, as many as an inventory carries; None if none is known.
+
+        ``kept``: makes the inventory if there are several groups of layers.
+        """
+        if kept is not None:
+            return kept.offer({number: tier.names() for number, tier in self.tiers.items()}, _MOST_HASHES)
         found: list[NamedBlocks] = []
         left = _MOST_HASHES
         for number, tier in self.tiers.items():

@@ -1,6 +1,6 @@
 """The device tier: the KV pool that steps compute with, and the hashes of its blocks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -8,8 +8,9 @@ import torch
 from pagewise_shared.block_hash import BlockHash, block_hash
 
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.input_batch import InputBatch, Int32s, SequenceState
+from pagewise_executor.input_batch import Int32s, SequenceState
 from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.page_labels import PageLabels
 from pagewise_executor.tiers.tier import Blocks, Rows, Tier
 
 
@@ -53,20 +54,17 @@ class BlockHashes:
                 found = hashes[block] = block_hash(parent, content[offset : offset + 4 * size])
             parent = found
 
-    def discard_overwritten(self, batch: InputBatch, changed: Iterable[tuple[int, int, int]]) -> None:
-        """Drop the hashes of blocks that will be written: blocks without computed tokens in new ranges (row, start,
-        stop) of block tables."""
-        hashes = self._hashes
-        for row, start, stop in changed:
-            computed = int(batch.num_computed[row]) // self._block_size
-            for block in batch.block_tables[row, max(start, computed) : stop].tolist():
-                hashes[block] = None
+    def forget(self, blocks: Int32s) -> None:
+        """Forget the hashes of ``blocks`` [n], which are about to be overwritten."""
+        for block in blocks.tolist():
+            self._hashes[block] = None
 
 
 class DeviceTier(Tier):
-    """The blocks of ``pool``. ``hashes``: of its blocks. The host tier, which has to be fast, uses the pool itself."""
+    """The blocks of ``pool``. ``hashes``: of its blocks, or of its pages the labels. The host tier, which has to be
+    fast, uses the pool itself."""
 
-    def __init__(self, pool: KVPool, hashes: BlockHashes) -> None:
+    def __init__(self, pool: KVPool, hashes: BlockHashes | PageLabels) -> None:
         super().__init__()
         self.num_blocks, self.block_size, self.bytes_per_block = pool.num_blocks, pool.block_size, pool.bytes_per_block
         self._pool, self._hashes = pool, hashes
@@ -81,12 +79,12 @@ class DeviceTier(Tier):
         if not keep:
             self._hashes.clear()
 
-    def names(self) -> dict[int, BlockHash]:
-        """Return the known hashes by block."""
+    def names(self) -> Mapping[int, bytes]:
+        """Return the known hashes by block, or the labels by page."""
         return self._hashes.known()
 
-    def names_of(self, blocks: Blocks) -> list[BlockHash | None]:
-        """Return the hash of each block; None where it is not known."""
+    def names_of(self, blocks: Blocks) -> Sequence[bytes | None]:
+        """Return the hash of each block, or the label of each page; None where it is not known."""
         return self._hashes.of(blocks.tolist())
 
     def read(self, blocks: Blocks, rows: Rows) -> list[bool]:

@@ -18,10 +18,11 @@ from concurrent.futures import Future
 import numpy as np
 from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.logs import BoundedLog
-from pagewise_shared.protocol import DEVICE, Found, LookUp
+from pagewise_shared.protocol import DEVICE, Found, LayerGroup, LookUp
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.tiers.block_names import chain, num_leading
+from pagewise_executor.tiers.resume_points import resume_point
 from pagewise_executor.tiers.tier import FarJob, FarTier, Rows, Tier
 
 log = logging.getLogger(__name__)
@@ -108,14 +109,17 @@ class HashedTier(FarTier, ABC):
         stored = self.store(names, rows if sound.all() else rows[sound])
         job.missing.difference_update(targets[np.array(stored, bool)].tolist())
 
-    def look_up(self, message: LookUp, block_size: int) -> None:
+    def look_up(self, message: LookUp, block_size: int, groups: Sequence[LayerGroup] = ()) -> None:
         """Count the leading blocks of a prefix that are here, on a thread of its own, and report the number."""
 
         def find() -> None:
             found = 0
             try:
                 names = chain(BlockHash(message.root), message.tokens, block_size)
-                found = num_leading(names, self.contains)
+                if groups:
+                    found = resume_point(names, groups, block_size, self.contains)
+                else:
+                    found = num_leading(names, self.contains)
             except Exception:  # of any kind: a request waits for the answer
                 log.exception("nothing could be looked up in %s", self.name)
             self.report(Found(message.epoch, message.number, found))

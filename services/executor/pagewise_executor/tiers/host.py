@@ -15,13 +15,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import torch
-from pagewise_shared.block_hash import BlockHash, BlockName
+from pagewise_shared.block_hash import HASH_BYTES, BlockName
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import HOST
@@ -105,7 +105,7 @@ class HostTier(Tier):
         ready = [event for event in (self._gathered, self._pool.copied) if event is not None]
         self._loads.begin(Job(job, pairs, after=after, ready=ready))
 
-    def _begin_store(self, asked: CopyJob, names: list[BlockHash | None]) -> None:
+    def _begin_store(self, asked: CopyJob, names: Sequence[bytes | None]) -> None:
         """When this returns, the device blocks have been read as far as the device's own order goes."""
         pairs, names = _by_target(asked.pairs, names)
         size = self._piece if self._copies.cuda else max(1, len(pairs))  # on the CPU, staging needs no limit
@@ -142,13 +142,13 @@ class HostTier(Tier):
         self._stores[self._num_stores] = job.done
         self._stored_by[job.pairs[:, 1]] = self._num_stores
 
-    def names(self) -> dict[int, BlockHash]:
-        """Return the hashes of all blocks, once all stores are done."""
+    def names(self) -> dict[int, bytes]:
+        """Return the hashes of all blocks, or the labels of all pages, once all stores are done."""
         self._wait_for(max(self._stores, default=0))
         return self.memory.names()
 
-    def names_of(self, blocks: Blocks) -> list[BlockHash | None]:
-        """Return the hashes of some blocks, once their stores are done."""
+    def names_of(self, blocks: Blocks) -> list[bytes | None]:
+        """Return the hashes of some blocks, or the labels of some pages, once their stores are done."""
         self._wait_for(self._last_store(blocks))
         return [self.memory.name(slot) for slot in blocks.tolist()]
 
@@ -250,13 +250,14 @@ def make_host_tier(
     content: str,
     ranks: Ranks,
     issuing: Issuing | None = None,
+    name_bytes: int = HASH_BYTES,
 ) -> HostTier:
     """Make the host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
 
     The ranks on one host take equal parts of it, and of ``--host-bandwidth``. All ranks have as many blocks as the rank
     with the smallest part. Their files have one number: ranks can use blocks of an earlier executor only together.
 
-    ``content``: names the model and the block format.
+    ``content``: names the model and the block format. ``name_bytes``: see ``HostMemory``.
 
     Raises:
         ModelError: there is less memory, or not one block fits.
@@ -275,14 +276,14 @@ def make_host_tier(
     number = 0 if ranks.first else ranks.of_first(0)
     if folder is not None:
         try:
-            memory = named = NamedMemory(folder, content, num_blocks, pool.bytes_per_block, cuda, number)
+            memory = named = NamedMemory(folder, content, num_blocks, pool.bytes_per_block, cuda, number, name_bytes)
             number = named.number
         except OSError as error:
             log.warning("no named host memory (%s): its blocks will be gone with this process", error)
     if ranks.first:
         ranks.of_first(number)
     if memory is None:
-        memory = HostMemory(num_blocks, pool.bytes_per_block, cuda)
+        memory = HostMemory(num_blocks, pool.bytes_per_block, cuda, name_bytes)
     bandwidth = parse_size(config.host_bandwidth) / ranks.on_host if config.host_bandwidth else None
     tier = HostTier(
         pool, memory, issuing=issuing, bandwidth=bandwidth, verify=config.verify_copies,
@@ -292,7 +293,7 @@ def make_host_tier(
     return tier
 
 
-def _by_target(pairs: Pairs, names: list[BlockHash | None]) -> tuple[Pairs, list[BlockHash | None]]:
+def _by_target(pairs: Pairs, names: Sequence[bytes | None]) -> tuple[Pairs, list[bytes | None]]:
     """Order copies by their targets, and leave out a copy if a later copy of the list has the same target.
 
     Leaving them out is needed for correctness. A process that is killed in the middle of such a list could leave the

@@ -1,7 +1,7 @@
-"""The memory of the host tier, and the hash and checksum of each of its blocks.
+"""The memory of the host tier, and the name and checksum of each of its blocks.
 
 Named memory is a file in a memory file system. It outlives its process, so the next process finds the blocks of the one
-before. A block is marked void before it is written, and marked with its hash and checksum afterwards. So every block
+before. A block is marked void before it is written, and marked with its name and checksum afterwards. So every block
 that a killed process leaves behind is either whole or void.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.block_hash import HASH_BYTES
 from pagewise_shared.ownership import is_private_file
 
 from pagewise_executor.kv.kv_pool import Raw
@@ -28,7 +28,6 @@ _PIECE_BYTES = 2**30
 """Pinned memory is allocated in pieces of about this size; no block lies in two of them."""
 _PAGE = 4096
 _MOST_SEGMENTS = 256
-_RECORD = np.dtype([("whole", "<u8"), ("checksum", "<u8"), ("name", "u1", 32)])
 
 
 class HostMemory:
@@ -36,7 +35,8 @@ class HostMemory:
     pinned if the device is a GPU.
 
     ``outlives``: the memory survives the process. ``blocks_per_piece``: the memory is pinned in pieces of so many
-    blocks. ``memory``: has ``memory_bytes``; None: it is allocated.
+    blocks. ``name_bytes``: of the name of a block, which is its hash, or the label of a page. ``memory``: has
+    ``memory_bytes``; None: it is allocated.
 
     Raises:
         OSError: the memory cannot be allocated or pinned.
@@ -44,13 +44,17 @@ class HostMemory:
 
     outlives = False
 
-    def __init__(self, num_blocks: int, bytes_per_block: int, cuda: bool, memory: mmap.mmap | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, bytes_per_block: int, cuda: bool, name_bytes: int = HASH_BYTES,
+        memory: mmap.mmap | None = None,
+    ) -> None:  # fmt: skip
         self.num_blocks, self.blocks_per_piece = num_blocks, _blocks_per_piece(bytes_per_block)
         if memory is None:
-            size = memory_bytes(num_blocks, bytes_per_block)
+            size = memory_bytes(num_blocks, bytes_per_block, name_bytes)
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         content = np.frombuffer(memory, np.uint8)
-        self._records = content[: num_blocks * _RECORD.itemsize].view(_RECORD)
+        record = _record(name_bytes)
+        self._records = content[: num_blocks * record.itemsize].view(record)
         self._inherited = set(np.flatnonzero(self._records["whole"]).tolist())
         blocks = content[len(content) - num_blocks * bytes_per_block :].reshape(num_blocks, bytes_per_block)
         self._blocks: Raw = _pin(blocks) if cuda else blocks
@@ -68,8 +72,8 @@ class HostMemory:
         self._records["whole"][block] = 0
         self._inherited.discard(block)
 
-    def keep(self, block: int, name: BlockHash | None, checksum: int) -> None:
-        """Mark a block as whole, after it was written. ``name``: its block hash if it is known."""
+    def keep(self, block: int, name: bytes | None, checksum: int) -> None:
+        """Mark a block as whole, after it was written. ``name``: None if its content is not known."""
         self._records["checksum"][block] = checksum
         if name is not None:
             self._records["name"][block] = np.frombuffer(name, np.uint8)
@@ -83,14 +87,14 @@ class HostMemory:
         """Whether another process wrote the block, so that only its checksum proves that it is sound."""
         return block in self._inherited
 
-    def name(self, block: int) -> BlockHash | None:
-        """Return the block hash of a block; None if it has none, or is void."""
-        return BlockHash(self._records["name"][block].tobytes()) if self._records["whole"][block] == 2 else None
+    def name(self, block: int) -> bytes | None:
+        """Return the name of a block; None if it has none, or is void."""
+        return self._records["name"][block].tobytes() if self._records["whole"][block] == 2 else None
 
-    def names(self) -> dict[int, BlockHash]:
-        """Return the block hashes of the blocks that have one."""
+    def names(self) -> dict[int, bytes]:
+        """Return the names of the blocks that have one."""
         named = np.flatnonzero(self._records["whole"] == 2).tolist()
-        return {block: BlockHash(self._records["name"][block].tobytes()) for block in named}
+        return {block: self._records["name"][block].tobytes() for block in named}
 
     def clear(self) -> None:
         """Mark all blocks as void."""
@@ -116,14 +120,15 @@ class NamedMemory(HostMemory):
     outlives = True
 
     def __init__(
-        self, folder: Path, content: str, num_blocks: int, bytes_per_block: int, cuda: bool, number: int = 0
-    ) -> None:
+        self, folder: Path, content: str, num_blocks: int, bytes_per_block: int, cuda: bool, number: int = 0,
+        name_bytes: int = HASH_BYTES,
+    ) -> None:  # fmt: skip
         kind = hashlib.sha256(f"1 {content} {num_blocks} {bytes_per_block}".encode()).hexdigest()[:16]
-        size = memory_bytes(num_blocks, bytes_per_block)
+        size = memory_bytes(num_blocks, bytes_per_block, name_bytes)
         self.number, self._file = _take(folder, kind, size, number)
         self.path = _path(folder, kind, self.number)
         try:
-            super().__init__(num_blocks, bytes_per_block, cuda, mmap.mmap(self._file, size))
+            super().__init__(num_blocks, bytes_per_block, cuda, name_bytes, mmap.mmap(self._file, size))
         except OSError:
             self.close()  # removes the file: the next process could not pin it either
             raise
@@ -142,9 +147,14 @@ class NamedMemory(HostMemory):
         os.close(self._file)
 
 
-def memory_bytes(num_blocks: int, bytes_per_block: int) -> int:
+def memory_bytes(num_blocks: int, bytes_per_block: int, name_bytes: int = HASH_BYTES) -> int:
     """Return the bytes of so many blocks, and of their records, which fill whole pages before them."""
-    return -(-num_blocks * _RECORD.itemsize // _PAGE) * _PAGE + num_blocks * bytes_per_block
+    return -(-num_blocks * _record(name_bytes).itemsize // _PAGE) * _PAGE + num_blocks * bytes_per_block
+
+
+def _record(name_bytes: int) -> np.dtype[np.void]:
+    """The record of a block, with numbers at multiples of 8 bytes if the name has a multiple of 8 bytes."""
+    return np.dtype([("whole", "<u8"), ("checksum", "<u8"), ("name", "u1", name_bytes)])
 
 
 def _blocks_per_piece(bytes_per_block: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
+from pagewise_shared.block_hash import HASH_BYTES
 from pagewise_shared.config import ExecutorConfig, parse_size
 from pagewise_shared.protocol import DISK, HOST, REDIS
 
@@ -26,12 +27,13 @@ _PIECE_BYTES = 2**24
 def make_tiers(
     config: ExecutorConfig, pool: KVPool, fingerprint: str, block_format: str, weight_files: Sequence[Path],
     host_folder: Path | None = None, ranks: Ranks = ALONE, issuing: Issuing | None = None,
+    name_bytes: int = HASH_BYTES,
 ) -> dict[int, Tier]:  # fmt: skip
     """Return the tiers that the options ask for, by number, the nearest first.
 
     ``fingerprint``: of the model, with which block hashes begin. It names the blocks together with ``block_format`` and
     ``weight_files``. ``host_folder``: where host memory outlives the process. ``ranks``: all ranks of this executor
-    call this. ``issuing``: shared with the thread that issues steps.
+    call this. ``issuing``: shared with the thread that issues steps. ``name_bytes``: see ``HostMemory``.
 
     Raises:
         ModelError: there is no room for one.
@@ -43,7 +45,7 @@ def make_tiers(
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
         # weights, so the time when the weights were changed counts too.
         changed = max(file.stat().st_mtime_ns for file in weight_files)
-        tiers[HOST] = make_host_tier(config, pool, host_folder, f"{content} {changed}", ranks, issuing)
+        tiers[HOST] = make_host_tier(config, pool, host_folder, f"{content} {changed}", ranks, issuing, name_bytes)
     if config.disk_cache is None and config.store is None:
         return tiers
     digest = hashlib.sha256(f"{content} {_digest(weight_files, ranks)}".encode()).hexdigest()[:16]

@@ -1,15 +1,15 @@
 """The interface of tiers: KV blocks, and copies with the tiers above; and the base class of asynchronous tiers."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pagewise_shared.block_hash import BlockHash, BlockName
-from pagewise_shared.protocol import CancelCopies, Copied, Found, LookUp
+from pagewise_shared.block_hash import BlockName
+from pagewise_shared.protocol import CancelCopies, Copied, Found, LayerGroup, LookUp
 
 from pagewise_executor.block_copies import CopyJob
 
@@ -56,16 +56,22 @@ class Tier:
         After this returns, no such job writes to a block.
         """
 
-    def names(self) -> dict[int, BlockHash]:
-        """Return the block hashes of this tier's blocks with ids, as far as known, once all earlier copies are done."""
+    def names(self) -> Mapping[int, bytes]:
+        """Return the block hashes of this tier's blocks with ids, as far as known, once all earlier copies are done.
+
+        The blocks of a model with several groups of layers are pages, and have labels instead (``page_labels``).
+        """
         return {}
 
-    def names_of(self, blocks: Blocks) -> list[BlockHash | None]:
-        """Return the block hashes of some blocks, None where unknown, once all earlier copies are done."""
+    def names_of(self, blocks: Blocks) -> Sequence[bytes | None]:
+        """Return the hashes, or labels, of some blocks, None where unknown, once all earlier copies are done."""
         return [None] * len(blocks)
 
-    def look_up(self, message: LookUp, block_size: int) -> None:
-        """Find out how many of a prefix's blocks, of ``block_size`` tokens, are here, and report it."""
+    def look_up(self, message: LookUp, block_size: int, groups: Sequence[LayerGroup] = ()) -> None:
+        """Find out how many of a prefix's blocks, of ``block_size`` tokens, are here, and report it.
+
+        ``groups``: of layers, if there are several. Then a sequence can begin behind these blocks (``resume_point``).
+        """
         self.report(Found(message.epoch, message.number, 0))
 
     def read(self, blocks: Blocks, rows: Rows) -> list[bool]:

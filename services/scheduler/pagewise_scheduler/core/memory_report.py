@@ -44,9 +44,7 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
             [_group_report(group) for group in kv.windows],
         ),
         tiers={
-            tier_name(tier.number): TierReport(
-                tier.num_blocks, tier.num_used, tier.num_arriving, tier.costs.load.num_loading
-            )
+            tier_name(tier.number): TierReport(*tier.memory, tier.num_arriving, tier.costs.load.num_loading)
             for tier in pool.lower
         },
         running=scheduler.num_running,

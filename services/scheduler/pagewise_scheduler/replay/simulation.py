@@ -389,4 +389,4 @@ def _between_tiers(plan: StepPlan) -> list[BlockCopies]:
 def _confirmation(plan: StepPlan, copies: BlockCopies, elapsed_us: int = 0) -> Copied:
     """The confirmation of copies, as an executor sends it."""
     peer = copies.peer.endpoint if copies.peer is not None else ""
-    return Copied(plan.epoch, plan.step, copies.source, copies.target, peer, elapsed_us)
+    return Copied(plan.epoch, plan.step, copies.source, copies.target, peer, elapsed_us, group=copies.group)

@@ -8,10 +8,10 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, mul
 
 import msgspec
-from pagewise_shared.block_hash import HASH_BYTES
+from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.protocol import (
     DEVICE,
     HASH_TIERS,
@@ -21,17 +21,19 @@ from pagewise_shared.protocol import (
     AdapterLoaded,
     Copied,
     Hello,
+    LayerGroup,
     StepResult,
     TierInfo,
     TokenLogprobs,
+    named_blocks,
     tier_name,
     unpack_float32s,
     unpack_int32s,
 )
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_DEVICE_BLOCKS, MAX_RANKS, MAX_ROWS
 
+from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
-from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowShape
 from pagewise_scheduler.server.sessions import MAX_TEXT, ImpossibleError, text_error
 
 MAX_EXECUTORS = 1024
@@ -164,6 +166,37 @@ def incompatibility(hello: Hello, others: list[Hello], fingerprint: str | None) 
     return None
 
 
+def checked_inventory(hello: Hello) -> list[dict[int, dict[BlockHash, int]]]:
+    """Return the block ids of a Hello's inventory by block hash, for each group of layers and each tier number.
+
+    Raises:
+        ProtocolError: the inventory names a group or a tier with ids that does not exist, a block that the group does
+            not have there, or one twice; or an executor with several groups offers more pages than a tier has.
+    """
+    inventory, groups = hello.inventory, hello.groups or (LayerGroup(1, 1),)
+    if inventory is None:
+        return [{} for _ in groups]
+    sizes = {DEVICE: hello.num_pages or hello.num_blocks, **{tier.number: tier.num_blocks for tier in hello.tiers}}
+    if any(not (0 <= one.group < len(groups) and sizes.get(one.tier)) for one in inventory.tiers):
+        raise ImpossibleError(f"an inventory of a tier, or of a group of {len(groups)}, that does not exist")
+    found = [named_blocks(inventory, number) for number in range(len(groups))]
+    num_offered = {(one.tier, one.group): len(one.blocks) // 4 for one in inventory.tiers}
+    for tier, size in sizes.items():
+        pages = 0
+        for number, (group, by_tier) in enumerate(zip(groups, found, strict=True)):
+            held, most = by_tier.get(tier, {}), size // group.pages_per_block
+            # An executor with one group may offer a hash twice: one of the blocks is taken, the other counts as free.
+            count = num_offered.get((tier, number), 0) if hello.groups else len(held)
+            if len(set(held.values())) != count or any(not 0 <= block < most for block in held.values()):
+                raise ImpossibleError(
+                    f"{count} blocks of group {number} in {tier_name(tier)}, not {most} different ones"
+                )
+            pages += count * group.pages_per_block
+        if pages > size:
+            raise ImpossibleError(f"blocks of {pages} pages in {tier_name(tier)}, which has {size}")
+    return found
+
+
 def _num_blocks(hello: Hello) -> int:
     """The blocks of all tiers and groups."""
     windows = sum(hello.num_pages // group.pages_per_block for group in hello.groups[1:])
@@ -172,7 +205,7 @@ def _num_blocks(hello: Hello) -> int:
 
 def costs_of(hello: Hello) -> Costs:
     """Return the costs that the executor has measured, in seconds, and estimates of the rest."""
-    tiers = copy_costs(hello.tiers)
+    tiers = copy_costs(hello.tiers, hello.groups[0].pages_per_block if hello.groups else 1)
     if hello.costs is None:
         return Costs(tiers=tiers)
     steps = {name: value * 1e-6 for name, value in msgspec.structs.asdict(hello.costs).items()}
@@ -188,11 +221,10 @@ def sizes_of(hello: Hello) -> dict[int, int | str]:
     }
 
 
-def copy_costs(tiers: Iterable[TierInfo]) -> dict[int, CopyCosts]:
-    """Return the measured costs of copies to and from tiers, in seconds, by the tier's number."""
-    return {
-        tier.number: CopyCosts(*(value * 1e-6 for value in _measured(tier))) for tier in tiers if any(_measured(tier))
-    }
+def copy_costs(tiers: Iterable[TierInfo], pages_per_block: int = 1) -> dict[int, CopyCosts]:
+    """Return the measured costs of copies of blocks to and from tiers, in seconds, by the tier's number."""
+    units = 1e-6, 1e-6 * pages_per_block, 1e-6, 1e-6 * pages_per_block
+    return {tier.number: CopyCosts(*map(mul, _measured(tier), units)) for tier in tiers if any(_measured(tier))}
 
 
 # ---- results -----------------------------------------------------------------------------------------

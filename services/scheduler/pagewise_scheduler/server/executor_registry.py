@@ -18,12 +18,10 @@ from pagewise_shared.protocol import (
     GrammarCompiled,
     Heartbeat,
     Hello,
-    Inventory,
     Leaving,
     Message,
     Rejoin,
     StepResult,
-    named_blocks,
     tier_name,
 )
 
@@ -39,6 +37,7 @@ from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.executor_checks import (
     check_copies,
     check_loaded,
+    checked_inventory,
     checked_tokens,
     costs_of,
     hello_error,
@@ -215,10 +214,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self.enter(session)
         self._session_of[executor] = session
         self._share(executor, key)
-        # Of several groups only the device is managed yet: windows neither go to other tiers nor outlive a scheduler.
-        if hello.groups and (hello.tiers or hello.block_endpoint):
-            log.warning("executor %s: its lower tiers and peers are not used: its layers have groups", session.name)
-        keeps = hello.inventory is not None and not hello.groups and self._expect(executor, hello.inventory)
+        keeps = hello.inventory is not None and self._expect(executor)
         self.socket.send(identity, executor.welcome(keeps_blocks=keeps, hello=hello.number))
         log.info("executor %s joined: %s", hello.executor_id, _described(hello))
         self.router.joined(executor)
@@ -228,16 +224,16 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         """Let other executors fetch blocks from this one, and it from them. ``key``: its public key."""
         hello, scheduler = executor.hello, executor.scheduler
         endpoint = hello.block_endpoint
-        if endpoint and endpoint not in self.directory.peers and not hello.groups:
+        if endpoint and endpoint not in self.directory.peers:
             block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
             # When other executors have read its blocks, there may be room again for sequences that had to wait.
             scheduler.recoveries.join(self.directory, Peer(endpoint, block_format, scheduler, executor.touch, key))
 
-    def _expect(self, executor: ExecutorHandle, inventory: Inventory) -> bool:
+    def _expect(self, executor: ExecutorHandle) -> bool:
         """Restore the inventory of an executor; return False if it is not usable."""
         kv = executor.scheduler.kv
         try:
-            kv.expect(named_blocks(inventory))
+            kv.expect(checked_inventory(executor.hello))
         except (ValueError, ProtocolError) as error:
             self.metrics.frames_dropped("bad_inventory").inc()
             log.warning("executor %s has an invalid inventory: %s", executor.executor_id, error)
@@ -262,7 +258,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
             max_num_seqs=_limit(config.max_num_seqs, hello.max_num_seqs, DEFAULT_NUM_SEQS),
             max_num_batched_tokens=budget,
             epoch=epoch,
-            tiers={} if hello.groups else sizes_of(hello),
+            tiers=sizes_of(hello),
             costs=costs_of(hello),
             recovery=config.recovery,
             eviction=self._eviction,

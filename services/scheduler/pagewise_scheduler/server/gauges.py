@@ -52,8 +52,9 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
     metrics.kv_cache_usage_perc.set(totals.in_use / max(1, totals.free + totals.cached + totals.in_use))
     blocks = Counter({("device", state): getattr(totals, state) for state in ("free", "cached", "in_use")})
     for tier in (tier for executor in router.executors for tier in executor.scheduler.kv.pool.lower):
-        blocks[tier_name(tier.number), "cached"] += tier.num_used
-        blocks[tier_name(tier.number), "free"] += tier.num_free
+        size, used = tier.memory
+        blocks[tier_name(tier.number), "cached"] += used
+        blocks[tier_name(tier.number), "free"] += size - used
     for tier_and_state in KV_BLOCKS:
         metrics.kv_blocks(*tier_and_state).set(blocks[tier_and_state])
     features = [executor.scheduler.features for executor in router.executors]

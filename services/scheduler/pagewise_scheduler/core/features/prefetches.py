@@ -81,7 +81,12 @@ class Prefetches(Feature):
         self.active: dict[Request, Prefetch] = {}
 
     def want(self, sequence: RequestSequence, num_tokens: int) -> None:
-        """Prefetch the first ``num_tokens`` tokens of a sequence, which other executors have computed."""
+        """Prefetch the first ``num_tokens`` tokens of a sequence, which other executors have computed.
+
+        Not of a model with windowed layers: where a sequence can begin is known at the end of its prompt.
+        """
+        if self._kv.windows:
+            return
         prefetch = self.active.get(sequence.request)
         if prefetch is None:
             table = self._kv.new_table(sequence.cache_salt, sequence.request.ref)

@@ -10,12 +10,14 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 class WindowTable:
     """The blocks of a sequence in a group of windowed layers: ``blocks``, the first of which is block ``first``.
 
-    ``source``: the block from which the last one is to be copied when the sequence joins; negative: none.
+    ``source``: the block from which the last one is to be copied when the sequence joins; negative: none. ``loading``:
+    the window comes from another tier, and is not there yet.
     """
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
     source: int = -1
+    loading: bool = False
 
     @property
     def end(self) -> int:
@@ -31,6 +33,9 @@ class CachedPrefix:
     tier, and the blocks ``offloaded``, which lie in tiers below the device; if there are any, no block is partial.
     ``windows``: the blocks at the end in each group of windowed layers; the last one is partial too. ``junction``: the
     number of blocks on the device that the prompt has in common with others; behind some of them none can begin.
+    ``resume``: the number of blocks at whose end ``windows`` are. With windows, ``offloaded`` has the blocks between
+    ``blocks`` and the last one behind which a tier of the executor has the windows, also the ones on the device;
+    ``path``: all blocks of the prompt in the prefix tree.
     """
 
     blocks: list[CachedBlock]
@@ -41,6 +46,8 @@ class CachedPrefix:
     gap: int = 0
     windows: tuple[WindowTable, ...] = ()
     junction: int = 0
+    resume: int = 0
+    path: list[CachedBlock] = field(default_factory=list)
 
 
 class BlockTable:

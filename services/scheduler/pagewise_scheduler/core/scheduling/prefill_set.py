@@ -451,12 +451,16 @@ class PrefillSet:
                 # the blocks in lower tiers as cached. So all of these blocks are loaded.
                 plan = self._recoveries.choose(prefix, share)
                 plan.method = "load"
+        if plan.method == "load":
+            prefix = kv.loaded_to(prefix, plan.end)
         self._plan.copy(kv.take(table, prefix))
         kv.expect_snapshots(table, prefix, sequence.num_tokens)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # ``begin`` pins the blocks to be loaded. It comes before ``grow``, which may demote blocks of the device: these
         # must not evict the blocks to be loaded from their tier.
         recovery = self._recoveries.begin(sequence, prefix, plan, now)
+        if recovery.windows:
+            self._plan.copy(kv.reserve_windows(table, recovery.windows))
         size = self._size(sequence, budget)
         num_tokens = max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.locations else 0)
         self._plan.copy(kv.grow(table, num_tokens)[1])

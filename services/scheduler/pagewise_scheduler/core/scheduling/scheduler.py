@@ -28,13 +28,13 @@ from pagewise_scheduler.core.scheduling.step import (
     take_logprobs,
     take_tokens,
 )
+from pagewise_scheduler.core.tiers.arena import ArenaShape
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs, Eviction, make_policy
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery import Recoveries
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode, RecoveryPolicy
 from pagewise_scheduler.core.tiers.transfers import Loads
-from pagewise_scheduler.core.tiers.windows import ArenaShape
 
 
 class Scheduler:

@@ -139,8 +139,8 @@ class StepOutput:
     num_sent: int = 0
 
 
-_Lists = dict[tuple[int, int], list[int | CachedBlock]]
-"""Pairs of source block and target block, one after the other, by source tier and target tier."""
+_Lists = dict[tuple[int, int, int], list[int | CachedBlock]]
+"""Pairs of source block and target block, one after the other, by source tier, target tier and group of layers."""
 
 
 class PendingCopies:
@@ -155,7 +155,7 @@ class PendingCopies:
     def __init__(self) -> None:
         self._inside: list[int] = []
         self._lists: list[_Lists] = []
-        self._written: set[tuple[int, int | CachedBlock]] = set()
+        self._written: set[tuple[int, int, int | CachedBlock]] = set()
 
     def __bool__(self) -> bool:
         return bool(self._inside or self._lists)
@@ -167,17 +167,17 @@ class PendingCopies:
 
     def add(self, copies: Copies) -> None:
         """Add copies that have to be made before their sources are overwritten."""
-        for source, source_block, target, target_block in copies:
+        for source, source_block, target, target_block, group in copies:
             if target == DEVICE:
                 assert isinstance(target_block, int)
                 self._inside += (source_block, target_block)
                 continue
             # If the source is the target of a copy of this plan, that copy has to come first: begin new lists.
-            if not self._lists or (source, source_block) in self._written:
+            if not self._lists or (source, group, source_block) in self._written:
                 self._lists.append({})
                 self._written.clear()
-            self._lists[-1].setdefault((source, target), []).extend((source_block, target_block))
-            self._written.add((target, target_block))
+            self._lists[-1].setdefault((source, target, group), []).extend((source_block, target_block))
+            self._written.add((target, group, target_block))
 
     def give_up(self, blocks: Iterable[int]) -> None:
         """Drop the copies inside the device into these blocks."""
@@ -197,9 +197,7 @@ class PendingCopies:
     def take(self) -> list[BlockCopies]:
         """Remove and return all copies, in order."""
         taken = [
-            _block_copies(source, target, lists[source, target])
-            for lists in self._lists
-            for source, target in sorted(lists, reverse=True)
+            _block_copies(*between, lists[between]) for lists in self._lists for between in sorted(lists, reverse=True)
         ]
         if self._inside:
             taken.append(BlockCopies(DEVICE, DEVICE, pack_int32s(self._inside)))
@@ -207,12 +205,13 @@ class PendingCopies:
         return taken
 
 
-def _block_copies(source: int, target: int, pairs: list[int | CachedBlock]) -> BlockCopies:
+def _block_copies(source: int, target: int, group: int, pairs: list[int | CachedBlock]) -> BlockCopies:
     nodes = [node for node in pairs[1::2] if isinstance(node, CachedBlock)]
     if not nodes:
-        return BlockCopies(source, target, pack_int32s(pairs))  # type: ignore[arg-type]
+        return BlockCopies(source, target, pack_int32s(pairs), group=group)  # type: ignore[arg-type]
     indexed = chain.from_iterable(zip(pairs[::2], range(len(nodes)), strict=True))
-    return BlockCopies(source, target, pack_int32s(indexed), names=pack_names(map(name_of, nodes)))  # type: ignore[arg-type]
+    names = pack_names(map(name_of, nodes))
+    return BlockCopies(source, target, pack_int32s(indexed), names=names, group=group)  # type: ignore[arg-type]
 
 
 class PlanBuilder:

@@ -1,4 +1,4 @@
-"""Device memory that several groups of layers share: pages, of which a block of each group takes a fixed number.
+"""Memory of a tier that several groups of layers share: pages, of which a block of each group takes a fixed number.
 
 No share is fixed ahead. A block takes any free pages; if too few are free, the group whose next victim is worth the
 least per page gives it up.
@@ -8,15 +8,46 @@ again before ids without pages. Only when a group needs pages that free blocks o
 them (they are *unmapped*), and the plan says so.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.protocol import BlockCopies, unpack_int32s
 
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.device import BlockPool
-from pagewise_scheduler.core.tiers.pool import OutOfBlocksError
-from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
+from pagewise_scheduler.core.tiers.host import HostTier
+from pagewise_scheduler.core.tiers.pool import OutOfBlocksError, Pool
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, Location
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.tiers.snapshots import SnapshotPool
+
+
+class WindowShape(NamedTuple):
+    """A group of windowed layers.
+
+    ``window``: tokens that a query sees, itself included; if ``chunked``, tokens of a chunk. ``pages_per_block``: pages
+    that a block takes.
+    """
+
+    window: int
+    pages_per_block: int
+    chunked: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class ArenaShape:
+    """The device memory of a model with several groups: ``num_pages`` pages, of which a block of the full layers takes
+    ``pages_per_block``. ``most_tokens``: most tokens of a sequence that steps in flight compute at the same time."""
+
+    num_pages: int
+    pages_per_block: int
+    windows: tuple[WindowShape, ...]
+    most_tokens: int
 
 
 class Member(Protocol):
@@ -74,30 +105,37 @@ class Arena:
         """Pages that can be taken: free ones, and pages of cached blocks, which are evicted for it."""
         return self.num_pages - sum((one.num_used - one.num_cached) * one.pages_per_block for one in self.members)
 
-    def make_room(self, num_pages: int) -> Copies:
-        """Evict until ``num_pages`` are free. Returns the copies that keep evicted content.
+    def make_room(self, num_pages: int, copies: list[BlockCopy]) -> bool:
+        """Evict until ``num_pages`` are free; False: there are fewer.
 
-        Raises:
-            OutOfBlocksError: there are fewer; nothing was evicted.
+        ``copies``: the list to which copies are added that keep evicted content.
         """
         if num_pages > self.num_available:
-            raise OutOfBlocksError(f"{num_pages} pages asked for, {self.num_available} of {self.num_pages} available")
-        copies: list[BlockCopy] = []
+            return False
         while self.num_free < num_pages:
             values = [
                 (value, number) for number, one in enumerate(self.members) if (value := one.next_value()) is not None
             ]
             if not values or not self.members[min(values)[1]].give_up(copies):
-                raise OutOfBlocksError(f"{num_pages} pages asked for, of which only {self.num_free} could be freed")
-        return copies
+                return False  # below the device, children of evictable blocks may be pinned
+        return True
 
     def take(self, taker: Member, count: int) -> Copies:
         """Make room for ``count`` blocks of a group, and let the free ones that it takes next have pages.
 
         Raises:
-            OutOfBlocksError: there are fewer; nothing was evicted.
+            OutOfBlocksError: there are fewer; on the device nothing was evicted.
         """
-        copies = self.make_room(count * taker.pages_per_block)
+        copies: list[BlockCopy] = []
+        if not self.try_take(taker, count, copies):
+            pages = count * taker.pages_per_block
+            raise OutOfBlocksError(f"{pages} pages asked for, {self.num_available} of {self.num_pages} available")
+        return copies
+
+    def try_take(self, taker: Member, count: int, copies: list[BlockCopy]) -> bool:
+        """Do the same if there is room, and return whether there is. Copies are added to ``copies``."""
+        if not self.make_room(count * taker.pages_per_block, copies):
+            return False
         taker.num_unmapped = min(taker.num_unmapped, taker.num_blocks - taker.num_used - count)
         lacking = sum((one.num_blocks - one.num_unmapped) * one.pages_per_block for one in self.members)
         lacking -= self.num_pages
@@ -106,7 +144,7 @@ class Arena:
             number, one = max(others, key=lambda other: _num_kept(other[1]))
             self.unmapped[number, one.unmap()] = None
             lacking -= one.pages_per_block
-        return copies
+        return True
 
 
 def _num_kept(member: Member) -> int:
@@ -114,8 +152,16 @@ def _num_kept(member: Member) -> int:
     return (member.num_blocks - member.num_used - member.num_unmapped) * member.pages_per_block
 
 
-class SharedBlockPool(BlockPool):
-    """The blocks of full layers in an arena: a free block holds no pages."""
+def per_page(policy: EvictionPolicy, value: float, num_pages: int) -> float:
+    """The value of each of ``num_pages`` that are evicted together: a share of what they save, or their last use."""
+    return value / num_pages if policy.learns else value
+
+
+class _Shared(Pool):
+    """The blocks of full layers of one tier, in an arena: a free block holds no pages.
+
+    ``forget``: is called with a node that has left its last tier.
+    """
 
     arena: Arena
     pages_per_block: int
@@ -123,14 +169,15 @@ class SharedBlockPool(BlockPool):
     forget: Callable[[CachedBlock], None]
 
     def share(self, arena: Arena, pages_per_block: int, forget: Callable[[CachedBlock], None]) -> None:
-        """Take the pages from ``arena``. ``forget``: is called with a node whose block has left."""
+        """Take the pages from ``arena``."""
         self.arena, self.pages_per_block, self.forget = arena, pages_per_block, forget
         self.num_unmapped = self.num_blocks
         arena.members.append(self)
 
     def _leave(self, node: CachedBlock) -> None:
         super()._leave(node)
-        self.forget(node)
+        if not node.num_tiers:
+            self.forget(node)
 
     @property
     def num_available(self) -> int:
@@ -159,8 +206,69 @@ class SharedBlockPool(BlockPool):
         if self.recoverable:
             return 0.0
         node = self.next_evicted()
-        return None if node is None else self.policy.value(node) / self.pages_per_block
+        return None if node is None else per_page(self.policy, self.policy.value(node), self.pages_per_block)
 
     def give_up(self, copies: list[BlockCopy]) -> bool:
         """Evict the next victim."""
         return self._give_up_one(copies)
+
+
+class SharedBlockPool(_Shared, BlockPool):
+    """The device's blocks of full layers."""
+
+
+class SharedHostTier(_Shared, HostTier):
+    """The blocks of full layers in host memory. A prefix goes there from a block on behind which sequences can begin.
+
+    ``snapshots``: the host's pools of the groups of windowed layers. ``can_begin``: whether any tier has the windows at
+    the end of a node.
+    """
+
+    snapshots: "Sequence[SnapshotPool]" = ()
+    can_begin: Callable[[CachedBlock], bool]
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Pages of the tier, and those that hold something."""
+        return self.arena.num_pages, self.arena.num_pages - self.arena.num_free
+
+    def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
+        """Take over a block that ``source`` evicts, if a hit can use it.
+
+        The block stays in use until the copy is confirmed, so that its pages get no other content before.
+        """
+        if not (node.children or self.can_begin(node)):
+            return False
+        count = len(copies)
+        taken = super().take_over(node, source, copies)
+        if taken and len(copies) > count and copies[-1][2] == self.number and not copies[-1][4]:
+            self.pin((node.copies[self.number],))
+        return taken
+
+    def _make_room_for_one(self, copies: list[BlockCopy]) -> bool:
+        return self.arena.try_take(self, 1, copies)
+
+    def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
+        """Copies to this tier were made: their targets may be evicted from now on."""
+        pool: Pool | SnapshotPool = self
+        if copies.group:
+            pool = self.snapshots[copies.group - 1]
+        else:
+            super().arrived(copies, bad, seconds)
+        pool.release(unpack_int32s(copies.pairs)[1::2].tolist())
+
+    def unhold(self, locations: Iterable[Location]) -> None:
+        """Unpin these blocks, which are of any group."""
+        for location in locations:
+            pool = self.snapshots[location.group - 1] if location.group else self
+            pool.release((location.block,))
+
+    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
+        """Count loaded blocks, and return the nodes of the corrupt ones. A snapshot with a corrupt block is dropped."""
+        if not (group := locations[0].group):
+            return super().came(locations, bad, request)
+        self.counters.corrupt += len(bad)
+        for location in bad:
+            assert location.node is not None
+            self.snapshots[group - 1].spoilt(location.node)
+        return ()

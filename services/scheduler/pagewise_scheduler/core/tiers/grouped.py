@@ -2,19 +2,23 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import chain, takewhile
 
-from pagewise_shared.protocol import DEVICE, pack_int32s
+from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.protocol import DEVICE, HOST, pack_int32s
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix, WindowTable
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
-from pagewise_scheduler.core.tiers.arena import Arena, SharedBlockPool
+from pagewise_scheduler.core.tiers.arena import Arena, ArenaShape, SharedBlockPool, SharedHostTier
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Tier
-from pagewise_scheduler.core.tiers.windows import ArenaShape, WindowGroup
+from pagewise_scheduler.core.tiers.snapshots import SnapshotPool, nearest_pool
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Location, Tier
+from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 
 class GroupedKVCacheManager(KVCacheManager):
@@ -33,10 +37,33 @@ class GroupedKVCacheManager(KVCacheManager):
         salted: bool = True,
     ) -> None:
         self.shape, self.pages_per_block = shape, shape.pages_per_block
+        self.host: SharedHostTier | None = None
         num_blocks = shape.num_pages // shape.pages_per_block
         super().__init__(num_blocks, block_size, lower, policy, demotion, model_fingerprint, salted=salted)
         lengths = range(0, (num_blocks + 1) * block_size, block_size)
         self.capacity_tokens = lengths[bisect_right(lengths, shape.num_pages, key=self.room_for) - 1]
+
+    def _make_host(
+        self,
+        number: int,
+        size: int,
+        tree: PrefixTree,
+        policy: EvictionPolicy,
+        counters: MemoryCounters,
+        below: Tier | None,
+        costs: TierCosts,
+    ) -> HostTier:
+        """A tier of ``size`` pages below the device."""
+        assert self.host is None, "windows go to one tier with ids"
+        each, arena = self.pages_per_block, Arena(size)
+        self.host = SharedHostTier(number, size // each, tree, policy, counters, below, costs, self._demotion)
+        self.host.share(arena, each, self._forget_snapshots)
+        self.host.can_begin = self.can_begin
+        self.host.snapshots = tuple(
+            SnapshotPool(group, number, one, self.block_size, arena, policy)
+            for group, one in enumerate(self.shape.windows, 1)
+        )
+        return self.host
 
     def _make_pool(
         self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
@@ -44,15 +71,30 @@ class GroupedKVCacheManager(KVCacheManager):
         shape, self._arena = self.shape, Arena(self.shape.num_pages)
         pool = SharedBlockPool(num_blocks, tree, policy, counters, below)
         pool.share(self._arena, shape.pages_per_block, self._forget_snapshots)
+        lower = self.host.snapshots if self.host is not None else (None,) * len(shape.windows)
         self.windows = tuple(
-            WindowGroup(number, one, self.block_size, shape.most_tokens, self._arena, policy)
-            for number, one in enumerate(shape.windows, 1)
+            WindowGroup(number, one, self.block_size, shape.most_tokens, self._arena, policy, below)
+            for number, (one, below) in enumerate(zip(shape.windows, lower, strict=True), 1)
         )
+        for tier in self.hashed.values():
+            tier.windows = self.windows
+        if self.hashed:
+            nearest = self.hashed[min(self.hashed)]
+            for group in self.windows:
+                (group.below or group).evicted = nearest.write_snapshot
         return pool
+
+    def forget(self) -> None:
+        """The executor has lost its KV, as ``KVCacheManager`` describes."""
+        self.host = None
+        super().forget()
 
     def _forget_snapshots(self, node: CachedBlock) -> None:
         for group in self.windows:
-            group.forget(node)
+            pool: SnapshotPool | None = group
+            while pool is not None:
+                pool.forget(node)
+                pool = pool.below
 
     # ---- pages ---------------------------------------------------------------------------------------
 
@@ -120,29 +162,103 @@ class GroupedKVCacheManager(KVCacheManager):
 
     def take_unmapped(self) -> bytes:
         """The blocks that have lost their pages since the last call, as ``GroupedStepPlan.unmapped`` has them."""
-        blocks, self._arena.unmapped = self._arena.unmapped, {}
-        return pack_int32s([number for block in blocks for number in (DEVICE, *block)]) if blocks else b""
+        arenas = {DEVICE: self._arena} if self.host is None else {DEVICE: self._arena, HOST: self.host.arena}
+        taken = [(tier, *block) for tier, arena in arenas.items() for block in arena.unmapped]
+        for arena in arenas.values() if taken else ():
+            arena.unmapped = {}
+        return pack_int32s([*chain.from_iterable(taken)]) if taken else b""
+
+    # ---- recoverable blocks --------------------------------------------------------------------------
+
+    def expect(self, inventory: Sequence[Mapping[int, dict[BlockHash, int]]]) -> None:
+        """The executor has offered these blocks, as ``KVCacheManager`` describes."""
+        super().expect(inventory)
+        for group, offered in zip(self.windows, inventory[1:], strict=True):
+            for pool in (group, group.below):
+                if pool is not None and (named := offered.get(pool.tier)):
+                    pool.expect(named)
+
+    def restore_windows(self, path: list[CachedBlock]) -> None:
+        """Let sequences begin behind the nodes of ``path`` whose windows are recoverable."""
+        for group in self.windows:
+            for pool in (group, group.below):
+                if pool is not None:
+                    pool.restore(path, group.margin)
 
     # ---- sharing -------------------------------------------------------------------------------------
 
     def begin_with(self, cache_salt: str | None, blocks: list[CachedBlock], rest: bytes) -> CachedPrefix:
-        """The longest cached prefix on the device of which every group of windowed layers has a snapshot."""
-        length = junction = next((number for number, node in enumerate(blocks) if node.block < 0), len(blocks))
-        while length and not self._can_begin(blocks[length - 1]):
-            length -= 1
-        windows = tuple(self._window_of(group, blocks[length - 1] if length else None) for group in self.windows)
-        return CachedPrefix(blocks[:length], -1, 0, length * self.block_size, windows=windows, junction=junction)
+        """The longest cached prefix on the device of which every group of windowed layers has a snapshot there.
 
-    def _can_begin(self, node: CachedBlock) -> bool:
-        return all(group.blocks_at(node) is not None for group in self.windows)
+        ``CachedPrefix.offloaded`` has the blocks behind it, as far as a sequence could begin behind them if the blocks
+        and windows that lie below the device were loaded.
+        """
+        length = junction = next((number for number, node in enumerate(blocks) if node.block < 0), len(blocks))
+        while length and any(group.blocks_at(blocks[length - 1]) is None for group in self.windows):
+            length -= 1
+        windows = tuple(self._window_of(group, blocks, length) for group in self.windows)
+        prefix = CachedPrefix(blocks[:length], -1, 0, length * self.block_size, windows=windows, resume=length)
+        prefix.junction, prefix.path = junction, blocks
+        if self.host is not None:
+            end = next((number for number, node in enumerate(blocks) if not node.num_tiers), len(blocks))
+            while end > length and not self.can_begin(blocks[end - 1]):
+                end -= 1
+            prefix.offloaded = blocks[length:end]
+        return prefix
+
+    def can_begin(self, node: CachedBlock, *, device_only: bool = False) -> bool:
+        """Whether some tier has the windows with which a sequence begins behind a node; ``device_only``: the device."""
+        if device_only:
+            return all(group.blocks_at(node) is not None for group in self.windows)
+        return all(nearest_pool(group, node) is not None for group in self.windows)
 
     @staticmethod
-    def _window_of(group: WindowGroup, node: CachedBlock | None) -> WindowTable:
-        if node is None:
-            return WindowTable()
-        held = group.blocks_at(node)
-        assert held is not None
-        return WindowTable(node.depth - len(held), [*held])
+    def _window_of(group: WindowGroup, path: Sequence[CachedBlock], end: int) -> WindowTable:
+        """The window behind the first ``end`` blocks of a path, without blocks if the device does not have it."""
+        held = group.blocks_at(path[end - 1]) if 0 < end <= len(path) else None
+        if held is None:
+            return WindowTable(group.first_needed(end * group.block_size) if end else 0)
+        return WindowTable(end - len(held), [*held])
+
+    def loaded_to(self, prefix: CachedPrefix, end: int) -> CachedPrefix:
+        """The prefix of a sequence that loads what the device lacks to begin behind ``end`` blocks: the blocks and the
+        windows that it has. The sequence shares them."""
+        blocks = [*takewhile(lambda node: node.block >= 0, prefix.path[:end])]
+        windows = tuple(self._window_of(group, prefix.path, end) for group in self.windows)
+        found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size, windows=windows, resume=end)
+        found.junction, found.path, found.offloaded = prefix.junction, prefix.path, prefix.path[len(blocks) : end]
+        return found
+
+    def num_lacking_in_windows(self, node: CachedBlock | None, end: int) -> int:
+        """How many blocks of full layers have as many bytes as the windows behind ``end`` blocks that the device lacks.
+
+        ``node``: of the last of them, if the prefix tree has it.
+        """
+        pages = 0
+        for group in self.windows:
+            if node is None or group.blocks_at(node) is None:
+                pages += (end - group.first_needed(end * self.block_size)) * group.pages_per_block
+        return -(-pages // self.pages_per_block)
+
+    def hold_windows(self, node: CachedBlock, groups: Sequence[int]) -> list[list[Location]]:
+        """Hold the windows at the end of a node in the tier below the device, of each of ``groups``."""
+        assert self.host is not None
+        held: list[list[Location]] = []
+        for number in groups:
+            pool = self.host.snapshots[number - 1]
+            pool.pin(blocks := pool.blocks_at(node) or [])
+            held.append([Location(self.host, pool.tier, block, node, group=number) for block in blocks])
+        return held
+
+    def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
+        """Let a table have blocks for the windows that are to be loaded into them. Returns copies as ``grow`` does."""
+        made: list[BlockCopy] = []
+        for group, one, locations in zip(self.windows, table.windows, held, strict=True):
+            one.loading = True
+            if locations:
+                one.blocks, copies = group.reserve(len(locations))
+                made += copies
+        return made
 
     def nothing(self) -> CachedPrefix:
         """Return the prefix of a sequence that begins with nothing."""
@@ -162,6 +278,18 @@ class GroupedKVCacheManager(KVCacheManager):
         prefix.windows = tuple(windows)
         return prefix
 
+    def num_full_blocks(self, count: int, group: int) -> int:
+        """How many blocks of the full layers have at least as many bytes as ``count`` blocks of a group."""
+        return -(-count * self.windows[group - 1].pages_per_block // self.pages_per_block) if group else count
+
+    def pin(self, blocks: list[int], group: int) -> None:
+        """Keep blocks of the device, of a group, for a copy that writes them."""
+        (self.windows[group - 1] if group else self.pool).pin(blocks)
+
+    def unpin(self, blocks: list[int], group: int) -> None:
+        """The copy is done."""
+        (self.windows[group - 1] if group else self.pool).release(blocks[::-1])
+
     def without_copy(self, prefix: CachedPrefix) -> CachedPrefix:
         """The same prefix without the part that would have to be copied."""
         return self.begin_with(None, prefix.blocks, b"") if prefix.partial_tokens else prefix
@@ -171,8 +299,8 @@ class GroupedKVCacheManager(KVCacheManager):
         for group, one, held in zip(self.windows, table.windows, prefix.windows, strict=True):
             group.pin(held.blocks)
             one.first, one.blocks = held.first, held.blocks
-            if not prefix.partial_tokens and prefix.blocks:
-                group.used(prefix.blocks[-1])
+            if 0 < prefix.resume <= len(prefix.path):
+                group.used(prefix.path[prefix.resume - 1])
         made = [*super().take(table, prefix)]
         for group, one in zip(self.windows, table.windows, strict=True) if prefix.partial_tokens else ():
             (target,), copies = group.reserve(1)
@@ -186,8 +314,9 @@ class GroupedKVCacheManager(KVCacheManager):
 
         They are at its end, and where it leaves the path of others, unless the snapshot at its end will do.
         """
-        end, begin = num_tokens // self.block_size, len(prefix.blocks)
-        table.due = [prefix.junction] if begin < prefix.junction < end - self.windows[0].margin else []
+        end, begin = num_tokens // self.block_size, max(prefix.resume, len(prefix.blocks))
+        table.due = [begin] if begin and any(not one.blocks for one in prefix.windows) else []
+        table.due += [prefix.junction] if begin < prefix.junction < end - self.windows[0].margin else []
         table.due += [end] if begin < end else []
 
     def take_due_snapshots(self, table: BlockTable) -> None:
@@ -210,8 +339,7 @@ class GroupedKVCacheManager(KVCacheManager):
         self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
     ) -> tuple[list[tuple[int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
-        copies: list[BlockCopy] = []
-        added: list[tuple[int, int]] = []
+        copies, added = list[BlockCopy](), list[tuple[int, int]]()
         for group, one in zip(self.windows, table.windows, strict=True):
             end = one.end
             copies += group.grow(one, start, num_tokens, in_flight_step, table.due)
@@ -222,7 +350,7 @@ class GroupedKVCacheManager(KVCacheManager):
         self.take_snapshots(table)
         for group, one in zip(self.windows, table.windows, strict=True):
             group.drop(one.blocks, in_flight_step)
-            one.first, one.blocks, one.source = 0, [], -1
+            one.first, one.blocks, one.source, one.loading = 0, [], -1, False
         table.due = []
 
     def step_returned(self, step: int) -> None:

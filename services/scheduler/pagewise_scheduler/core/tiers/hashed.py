@@ -7,6 +7,7 @@ there too, and the tier forgets by itself. When a request comes, an executor is 
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, islice
 
 from pagewise_shared.block_hash import BlockHash, BlockName, is_private, unpack_names
 from pagewise_shared.protocol import DEVICE, BlockCopies
@@ -16,6 +17,7 @@ from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import PRIVATE, CachedBlock, ancestors, hash_chain, hash_of
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
+from pagewise_scheduler.core.tiers.snapshots import Snapshot, SnapshotPool, nearest_pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Location, Tier
 
 MAX_ARRIVING = 256
@@ -23,7 +25,8 @@ MAX_ARRIVING = 256
 _MOST_ARRIVING = 512
 _MOST_WAITING = 1 << 16
 _WRITTEN_PER_STEP = 32
-_BEGUN = 16
+_BEGUN = _BITS = 16
+"""Bits of ``CachedBlock.flags`` for all tiers."""
 
 
 class HashedTier(Tier):
@@ -38,8 +41,11 @@ class HashedTier(Tier):
     taken over, all blocks before it are to be written too. ``CachedBlock.flags`` has two bits for each tier: the block
     lies here or will when copies under way are made, and a block behind it was taken over.
 
+    Of a model with windowed layers, the windows at the end of a snapshot are written with the block there.
+    ``CachedBlock.flags`` has a further bit for the block of each group that holds the same tokens.
+
     ``identity``: executors with the same one share it. ``salted``: whether KV of requests with a cache salt may be
-    here.
+    here. ``windows``: the device's groups of windowed layers.
     """
 
     is_far = True
@@ -66,7 +72,8 @@ class HashedTier(Tier):
         self.demotion = demotion
         self._salted = salted
         self._bit, self._begun = 1 << number, 1 << (number + _BEGUN)
-        self._arriving: dict[BlockHash, CachedBlock] = {}
+        self.windows: Sequence[SnapshotPool] = ()
+        self._arriving: dict[tuple[BlockHash, int], CachedBlock] = {}  # by hash and group
         self._waiting: deque[list[CachedBlock]] = deque()  # the end of a prefix first: they are taken from the back
         self._num_waiting = 0
 
@@ -103,13 +110,19 @@ class HashedTier(Tier):
     def forgot(self, nodes: list[CachedBlock]) -> None:
         """The tier has lost these blocks of a prefix and their descendants, unless they are on their way."""
         for node in (behind := [*nodes]):  # grows while it is walked
-            if node.flags & self._bit and hash_of(node) not in self._arriving:
+            if node.flags & self._bit and (hash_of(node), 0) not in self._arriving:
                 node.flags &= ~self._bit
                 behind += node.children.values()
+        windows = sum(map(self._window_bit, self.windows))
+        for node in chain(ancestors(nodes[0].parent), behind) if windows and nodes else ():
+            node.flags &= ~windows  # some of them may be the reason
 
     def _lacking(self, last_node: CachedBlock, num_stored: int) -> list[CachedBlock]:
-        """The blocks up to ``last_node`` that do not lie here, the last one first."""
+        """The blocks up to ``last_node`` that do not lie here, the last one first; ``last_node`` itself if its windows
+        may be lacking."""
         path: list[CachedBlock] = []
+        if last_node.flags & self._bit and not all(last_node.flags & self._window_bit(one) for one in self.windows):
+            return [last_node]
         for node in ancestors(last_node):
             if node.flags & self._bit:
                 break
@@ -138,7 +151,9 @@ class HashedTier(Tier):
             path = self._waiting[0]
             node = path.pop()
             self._num_waiting -= 1
-            if not node.flags & self._bit:  # else another sequence wrote it
+            if node.flags & self._bit:  # another sequence wrote it
+                self._write_windows_at(node, copies)
+            else:
                 lies = node.nearest_tier
                 if not DEVICE <= lies < self.number or not self._write(node, lies, copies):
                     self._counters.not_written += 1 + len(path)
@@ -154,23 +169,48 @@ class HashedTier(Tier):
         # Blocks before a block that is here are written in any case.
         if self.num_arriving >= _MOST_ARRIVING or not (node.flags & self._begun or self.wants(node)):
             return False
-        node.flags |= self._bit
-        self._arriving[hash_of(node)] = node
-        self.num_arriving += 1
-        copies.append((source, node.block_id(source), self.number, node))
+        self._add(node, self._bit, (source, node.block_id(source), self.number, node, 0), copies)
+        self._write_windows_at(node, copies)
         return True
+
+    def _add(self, node: CachedBlock, bit: int, copy: BlockCopy, copies: list[BlockCopy]) -> None:
+        node.flags |= bit
+        self._arriving[hash_of(node), copy[4]] = node
+        self.num_arriving += 1
+        copies.append(copy)
+
+    def _window_bit(self, group: SnapshotPool) -> int:
+        return 1 << (self.number + (1 + group.number) * _BITS)
+
+    def _write_windows_at(self, node: CachedBlock, copies: list[BlockCopy]) -> None:
+        """Write the windows at a node where snapshots end, and of which the block is here."""
+        for group in self.windows:
+            pool = nearest_pool(group, node)
+            if pool is not None and (snapshot := pool.at.get(node)) is not None and snapshot.node is node:
+                self.write_snapshot(snapshot, pool, copies)
+
+    def write_snapshot(self, snapshot: Snapshot, pool: SnapshotPool, copies: list[BlockCopy]) -> None:
+        """Copy the blocks of a snapshot to here, as far as they are not here, if its prefix is."""
+        node, bit = snapshot.node, self._window_bit(pool)
+        if not node.flags & self._bit or self.num_arriving >= _MOST_ARRIVING:
+            return
+        path = [*islice(ancestors(node), node.depth - snapshot.first)]
+        for one, block in zip(reversed(path), snapshot.blocks, strict=False):
+            if not one.flags & bit:
+                self._add(one, bit, (pool.tier, block, self.number, one, pool.number), copies)
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
         """Copies to this tier were made."""
         names = unpack_names(copies.names)
         self.num_arriving -= len(names)
         for index, name in enumerate(names):
-            node = self._arriving.pop(name.hash, None)
+            node = self._arriving.pop((name.hash, copies.group), None)
             if node is not None and index in bad:
-                node.flags &= ~self._bit  # another sequence that uses it tries again
+                bit = self._window_bit(self.windows[copies.group - 1]) if copies.group else self._bit
+                node.flags &= ~bit  # another sequence that uses it tries again
         self._counters.written += len(names) - len(bad)
         self._counters.not_written += len(bad)
-        if not bad:
+        if not bad and not copies.group:
             self.costs.store.observe(seconds, 1, len(names))
 
     # ---- copies from this tier -----------------------------------------------------------------------

@@ -48,6 +48,12 @@ class HostTier(Pool, Tier):
         # How many children of each block's node lie here too; of no interest where nothing can go further down.
         self._num_children = [0] * num_blocks if self.lower else []
 
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The size of the tier, and how much of it holds something: blocks, or pages if several groups of layers share
+        it."""
+        return self.num_blocks, self.num_used
+
     # ---- copies to this tier -------------------------------------------------------------------------
 
     def holds(self, node: CachedBlock) -> bool:
@@ -60,7 +66,7 @@ class HostTier(Pool, Tier):
             # A prefix comes from its end. Once that is here, refusing the blocks before it would make it worthless.
             if not node.children and not self.wants(node):
                 return False
-            if not self._free and not self._give_up_one(copies):
+            if not self._make_room_for_one(copies):
                 return False
             block = self._free.pop()
             self.states[block] = CACHED
@@ -69,8 +75,11 @@ class HostTier(Pool, Tier):
             self.num_arriving += 1
             if source == DEVICE:
                 self.counters.demoted += 1
-            copies.append((source, node.block_id(source), self.number, block))
+            copies.append((source, node.block_id(source), self.number, block, 0))
         return True
+
+    def _make_room_for_one(self, copies: list[BlockCopy]) -> bool:
+        return bool(self._free) or self._give_up_one(copies)
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
         """Copies to this tier were made. A block that could not be stored is noticed when it is loaded."""

@@ -19,12 +19,12 @@ from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
 from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Tier
-from pagewise_scheduler.core.tiers.windows import WindowGroup
+from pagewise_scheduler.core.tiers.window_hooks import WindowHooks
 
 _RECOVERABLE = attrgetter("recoverable")
 
 
-class KVCacheManager:
+class KVCacheManager(WindowHooks):
     """The KV memory of one executor: its tiers, and the blocks that wait for a step to return.
 
     ``lower``: by the number of each tier below the device, its number of blocks, or its identity if its blocks have no
@@ -37,11 +37,8 @@ class KVCacheManager:
     reference until the step has returned, so no other sequence writes into it before. ``num_retiring``: their number.
 
     A model with several groups of layers has a ``GroupedKVCacheManager``, which counts pages instead of blocks wherever
-    memory is counted. ``windows``: the groups of windowed layers. ``pages_per_block``: of the other layers, else 1.
+    memory is counted.
     """
-
-    windows: tuple[WindowGroup, ...] = ()
-    pages_per_block = 1
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class KVCacheManager:
         self.hashed: dict[int, HashedTier] = {}
         for number, (size, costs) in sorted(self._lower.items(), reverse=True):
             if isinstance(size, int):
-                below = HostTier(number, size, tree, policy, counters, below, costs, self._demotion)
+                below = self._make_host(number, size, tree, policy, counters, below, costs)
             else:
                 below = HashedTier(number, size, policy, counters, below, costs, self._demotion, salted=self._salted)
                 self.hashed[number] = below
@@ -86,6 +83,19 @@ class KVCacheManager:
     ) -> BlockPool:
         """The device's blocks."""
         return BlockPool(num_blocks, tree, policy, counters, below)
+
+    def _make_host(
+        self,
+        number: int,
+        size: int,
+        tree: PrefixTree,
+        policy: EvictionPolicy,
+        counters: MemoryCounters,
+        below: Tier | None,
+        costs: TierCosts,
+    ) -> HostTier:
+        """A tier of ``size`` blocks below the device."""
+        return HostTier(number, size, tree, policy, counters, below, costs, self._demotion)
 
     @property
     def num_total(self) -> int:
@@ -155,20 +165,13 @@ class KVCacheManager:
 
     # ---- recoverable blocks ---------------------------------------------------------------------------
 
-    def expect(self, inventory: Mapping[int, dict[BlockHash, int]]) -> None:
+    def expect(self, inventory: Sequence[Mapping[int, dict[BlockHash, int]]]) -> None:
         """The executor has offered these blocks of its tiers in its Hello: they are recoverable. The tiers are empty.
 
-        ``inventory``: block ids by block hash, by number of the tier.
-
-        Raises:
-            ValueError: there are no such blocks, or one is named twice.
+        ``inventory``: of each group of layers, block ids by block hash, by number of the tier; the server has checked
+        it.
         """
-        for number, named in inventory.items():
-            size = self.tiers[number].num_blocks if number in self.tiers else 0
-            blocks = set(named.values())
-            if len(blocks) != len(named) or any(not 0 <= block < size for block in blocks):
-                raise ValueError(f"{len(named)} blocks of tier {number} are offered that are not {size} different ones")
-        for number, named in inventory.items():
+        for number, named in inventory[0].items():
             if named:
                 self.tiers[number].expect(named)
 
@@ -188,6 +191,7 @@ class KVCacheManager:
             node.hash = known
             for tier in tiers:
                 tier.restore(node)
+        self.restore_windows(path)
         stays = tree.prune(path[-1])
         for tier in self.pool.lower:
             tier.offer(stays)
@@ -217,10 +221,6 @@ class KVCacheManager:
     def nothing(self) -> CachedPrefix:
         """Return the prefix of a sequence that begins with nothing."""
         return CachedPrefix([], -1, 0, 0)
-
-    def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
-        """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
-        return True
 
     def fork(self, table: BlockTable, num_tokens: int) -> CachedPrefix:
         """The prefix of a sequence that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
@@ -262,13 +262,19 @@ class KVCacheManager:
         self.pool.counters.copied += 1
         self.pool.release([source])
         table.blocks = [*shared, target]
-        return (*copies, (DEVICE, source, DEVICE, target))
+        return (*copies, (DEVICE, source, DEVICE, target, 0))
 
-    def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
-        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""
+    def num_full_blocks(self, count: int, group: int) -> int:
+        """How many blocks of the full layers have at least as many bytes as ``count`` blocks of a group."""
+        return count
 
-    def take_due_snapshots(self, table: BlockTable) -> None:
-        """Take the snapshots whose nodes the table has reached."""
+    def pin(self, blocks: list[int], group: int) -> None:
+        """Keep blocks of the device, of a group, for a copy that writes them."""
+        self.pool.pin(blocks)
+
+    def unpin(self, blocks: list[int], group: int) -> None:
+        """The copy is done."""
+        self.pool.release(reversed(blocks))
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
@@ -317,13 +323,6 @@ class KVCacheManager:
         table.blocks += added
         return added, copies
 
-    def grow_windows(
-        self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
-    ) -> tuple[list[tuple[int, int]], Copies]:
-        """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``, and drop the blocks before, at
-        once or when ``in_flight_step`` returns. Returns the groups and blocks that were added, and copies."""
-        return [], ()
-
     def grow_by_one(self, tables: Sequence[BlockTable]) -> Copies:
         """Let each table have one block more; returns copies as ``grow`` does.
 
@@ -353,13 +352,6 @@ class KVCacheManager:
             self._free_windows(table, in_flight_step)
         blocks, table.blocks, table.last_node = table.blocks, [], None
         self.drop(blocks, in_flight_step)
-
-    def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
-        """Drop the references of a table's windows as ``free`` does."""
-
-    def take_unmapped(self) -> bytes:
-        """The blocks that have lost their pages since the last call, as ``GroupedStepPlan.unmapped`` has them."""
-        return b""
 
     def drop(self, blocks: list[int], in_flight_step: int | None) -> None:
         """Drop one reference on each of ``blocks`` (in a sequence's order), at once or when the step returns."""

@@ -17,6 +17,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import Link
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.pool import Pool
+from pagewise_scheduler.core.tiers.snapshots import SnapshotPool, nearest_pool
 from pagewise_scheduler.core.tiers.tier import Location, Source
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class PeerTiers(Source):
         self._peer = peer
         self._device: BlockPool = kv.pool
         self._tiers: Mapping[int, Pool] = kv.tiers
+        self._windows, self._pools = kv.windows, dict[tuple[int, int], SnapshotPool]()
         self._pinned: list[int] = []  # blocks of the peer's device that are kept for this, in a sequence's order
         self._num_held = 0
 
@@ -63,12 +65,26 @@ class PeerTiers(Source):
         self._num_held += len(locations)
         return locations
 
+    def hold_windows(self, node: CachedBlock, groups: Sequence[int]) -> list[list[Location]]:
+        """Hold the windows at the end of a node, of each of ``groups``, in the nearest tier that has them."""
+        held: list[list[Location]] = []
+        for number in groups:
+            pool = nearest_pool(self._windows[number - 1], node)
+            assert pool is not None
+            self._pools[pool.tier, number] = pool
+            pool.pin(blocks := pool.blocks_at(node) or [])
+            held.append([Location(self, pool.tier, block, node, group=number) for block in blocks])
+            self._num_held += len(blocks)
+        return held
+
     def unhold(self, locations: Iterable[Location]) -> None:
         """Release these blocks. The peer's device gets its blocks back all at once: else a block could be evicted
         while one of its descendants is still lent."""
         for location in locations:
             self._num_held -= 1
-            if location.tier != DEVICE:
+            if location.group:
+                self._pools[location.tier, location.group].release((location.block,))
+            elif location.tier != DEVICE:
                 self._tiers[location.tier].release((location.block,))
         if not self._num_held:
             pinned, self._pinned = self._pinned, []
@@ -139,7 +155,10 @@ class PrefixDirectory:
             if not keys:  # cut once: a bytes object remembers its hash
                 keys = list(block_keys(tokens, peer.scheduler.kv.block_size))
             # Copies of blocks that it has just demoted begin with its next plan.
-            nodes = _readable(tree.walk(node, keys), device_only=peer.scheduler.has_unsent_demotions)
+            device_only, kv = peer.scheduler.has_unsent_demotions, peer.scheduler.kv
+            nodes = _readable(tree.walk(node, keys), device_only=device_only)
+            while nodes and not kv.can_begin(nodes[-1], device_only=device_only):
+                nodes.pop()
             if len(nodes) > max(more_than, len(best[1]) if best else 0):
                 best = peer, nodes
         return best

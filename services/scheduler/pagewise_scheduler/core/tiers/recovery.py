@@ -8,11 +8,12 @@ blocks come from makes no difference but for the costs.
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from math import inf, isnan
 from operator import attrgetter
 from typing import NamedTuple
 
+from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, Copied, unpack_int32s
 
 from pagewise_scheduler.core.memory.block_table import CachedPrefix
@@ -23,9 +24,17 @@ from pagewise_scheduler.core.tiers.cost_model import SMALL_STEPS, CostModel, Lin
 from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.peer import Peer, PeerTiers, PrefixDirectory
-from pagewise_scheduler.core.tiers.recovery_plan import Offer, Recovery, RecoveryPlan, RecoveryPolicy, compose
+from pagewise_scheduler.core.tiers.recovery_plan import (
+    HoldWindows,
+    Offer,
+    Recovery,
+    RecoveryPlan,
+    RecoveryPolicy,
+    compose,
+)
 from pagewise_scheduler.core.tiers.tier import Location
 from pagewise_scheduler.core.tiers.transfers import Loads, Transfers
+from pagewise_scheduler.core.tiers.window_recovery import ResumePoint, WindowPlanner
 
 _VICTIMS = 16
 """The number of sequences to compare when one of them must be preempted."""
@@ -90,11 +99,14 @@ class Recoveries:
         ``share``: the part of a step's token budget that the sequence would get for computing.
         """
         start = len(prefix.blocks)
-        offers = self._offers_below(start, prefix.gap, prefix.offloaded)
-        # Windows are in no other tier, so a sequence could not go on behind blocks of the full layers.
-        if sequence is not None and not self._kv.windows and sequence.sampling.prompt_logprobs is None:
-            offers += self._offers_elsewhere(start, sequence)
-        plans = self._plans(start, offers, share)
+        if sequence is not None and sequence.sampling.prompt_logprobs is not None:
+            sequence = None  # all of its prompt is computed
+        if self._kv.windows:
+            plans = self._window_plans(prefix, share, sequence)
+        else:
+            offers = self._offers_below(start, prefix.gap, prefix.offloaded)
+            offers += self._offers_elsewhere(start, sequence) if sequence is not None else ()
+            plans = self._plans(start, offers, share)
         self.policy.note(plans)
         return self._fastest(plans, start, share)
 
@@ -104,17 +116,22 @@ class Recoveries:
         ``lender``: the endpoint of an executor, and how many blocks of the prompt it has.
         """
         start, (peer, num_remote_pins) = query.start, lender
-        offers = self._offers_below(start, query.gap, query.offloaded)
-        if num_remote_pins > start and self.can_fetch_from(peer):
-            assert self.directory is not None
-            source = PeerTiers(self.directory.peers[peer], self.costs.link(peer), self._kv.pool.counters)
-            offers.append(Offer(source, start, num_remote_pins, _hold_none))
-        offers += [
+        elsewhere = [
             Offer(tier, start, end, _hold_none)
             for tier, end in self._looked_up(query.stored, query.num_tokens)
             if end > start
         ]
-        return self._fastest(self._plans(start, offers, share), start, share)
+        if num_remote_pins > start and self.can_fetch_from(peer):
+            assert self.directory is not None
+            source = PeerTiers(self.directory.peers[peer], self.costs.link(peer), self._kv.pool.counters)
+            elsewhere.insert(0, Offer(source, start, num_remote_pins, _hold_none))
+        if self._kv.windows:
+            ends = [self._below(start, query.offloaded, _no_windows)] if query.offloaded else []
+            ends += [ResumePoint(one.source, one.stop, _no_windows, one) for one in elsewhere]
+            plans = self._plans_to(ends, start, query.offloaded, share)
+        else:
+            plans = self._plans(start, self._offers_below(start, query.gap, query.offloaded) + elsewhere, share)
+        return self._fastest(plans, start, share)
 
     def _fastest(self, plans: list[RecoveryPlan], start: int, share: float) -> RecoveryPlan:
         """The plan with which the last block of any plan is there first, computed if the plan does not bring it."""
@@ -124,6 +141,29 @@ class Recoveries:
             return plan.seconds_with_step + self.costs.compute_seconds(plan.end * size, (end - plan.end) * size, share)
 
         return min(plans, key=seconds, default=RecoveryPlan("device", start=start))
+
+    def _window_plans(self, prefix: CachedPrefix, share: float, sequence: RequestSequence | None) -> list[RecoveryPlan]:
+        """Plans of a model with windowed layers: one for each place behind ``prefix`` where a tier has the windows."""
+        start, ends = len(prefix.blocks), list[ResumePoint]()
+        if prefix.offloaded:
+            ends = [self._below(start, prefix.offloaded, partial(self._kv.hold_windows, prefix.offloaded[-1]))]
+        for offer in self._offers_elsewhere(start, sequence) if sequence is not None else ():
+            ends.append(ResumePoint(offer.source, offer.stop, offer.windows, offer))
+        return self._plans_to(ends, start, prefix.path[start:], share)
+
+    def _below(self, start: int, offloaded: Sequence[CachedBlock], hold: HoldWindows) -> ResumePoint:
+        """The end of ``offloaded``, which own tiers have with the windows there."""
+        return ResumePoint(next(iter(self._kv.pool.lower)), start + len(offloaded), hold)
+
+    def _plans_to(
+        self, ends: list[ResumePoint], start: int, path: Sequence[CachedBlock], share: float
+    ) -> list[RecoveryPlan]:
+        planner = WindowPlanner(self._kv, self.costs, self.policy, self._run_below, self._queued)
+        plans = (planner.plan(start, path, one, share) for one in ends)
+        return [plan for plan in plans if plan is not None]
+
+    def _run_below(self, at: int, nodes: Sequence[CachedBlock]) -> list[Offer]:
+        return self._offers_below(at, 0, nodes)
 
     def _plans(self, start: int, offers: list[Offer], share: float) -> list[RecoveryPlan]:
         """A plan for each tier alone, and for the cheapest ones together, each block from the cheapest that has it."""
@@ -160,14 +200,28 @@ class Recoveries:
             if (found := self.find_at_peers(sequence.cache_salt, tokens, start)) is not None:
                 peer, nodes = found
                 theirs = PeerTiers(peer, self.costs.link(peer.endpoint), self._kv.pool.counters)
-                yield Offer(theirs, start, len(nodes), _holder(theirs.hold, nodes, 0))
+                windows = partial(theirs.hold_windows, nodes[-1])
+                yield Offer(theirs, start, len(nodes), _holder(theirs.hold, nodes, 0), windows)
         stored = {} if sequence.outgrown else sequence.request.stored
         for tier, end in self._looked_up(stored, sequence.num_tokens) if stored else ():
             if end > start:
-                root = self._kv.pool.tree.root_hash(sequence.cache_salt)
-                yield Offer(
-                    tier, start, end, partial(tier.locations, root, sequence.token_bytes()[: 4 * end * size], size)
+                root, tokens = (
+                    self._kv.pool.tree.root_hash(sequence.cache_salt),
+                    sequence.token_bytes()[: 4 * end * size],
                 )
+                windows = partial(self._stored_windows, tier, root, tokens)
+                yield Offer(tier, start, end, partial(tier.locations, root, tokens, size), windows)
+
+    def _stored_windows(
+        self, tier: HashedTier, root: BlockHash, tokens: bytes, groups: Sequence[int]
+    ) -> list[list[Location]]:
+        """The locations of the windows at the end of ``tokens`` in a tier without ids."""
+        size = self._kv.block_size
+        end, held = len(tokens) // (4 * size), list[list[Location]]()
+        for group in groups:
+            found = tier.locations(root, tokens, size, self._kv.windows[group - 1].first_needed(end * size), end)
+            held.append([one._replace(group=group) for one in found])
+        return held
 
     def _looked_up(self, stored: Mapping[str, int], num_tokens: int) -> Iterator[tuple[HashedTier, int]]:
         """The tiers without ids that may be loaded from now, and how many blocks of a prompt of ``num_tokens`` each
@@ -191,7 +245,7 @@ class Recoveries:
 
     def can_fetch_from(self, peer: str) -> bool:
         """Whether that peer's blocks would be of use here, and nothing speaks against asking for them."""
-        if self.directory is None or self.policy.mode == "recompute" or self._kv.windows:
+        if self.directory is None or self.policy.mode == "recompute":
             return False
         own, other = self.directory.peers.get(self.endpoint), self.directory.peers.get(peer)
         if own is None or other is None or own is other:
@@ -239,8 +293,13 @@ class Recoveries:
             began=now,
             behind_demotions=any(tier.num_arriving for tier in self._kv.pool.lower),
         )
+        if loads and plan.windows is not None:
+            lacking = [number for number, one in enumerate(prefix.windows, 1) if not one.blocks]
+            held = iter(plan.windows(lacking))
+            recovery.windows = [[] if one.blocks else next(held) for one in prefix.windows]
+            recovery.loading = sum(map(len, recovery.windows))
         sequence.note(recovery)
-        if locations:
+        if locations or recovery.loading:
             recovery.active = True
             self._active[sequence] = recovery
         elif plan.parts:
@@ -261,11 +320,16 @@ class Recoveries:
         lives = {key.peer: load.epoch for key, load in requested.items()}
         # A link serves one recovery after the other, in order of admission: if all shared it, all would end late.
         for recovery in self._active.values():
-            while True:
+            for number, locations in enumerate(recovery.windows):
+                # One request is for one epoch of a peer: a reset peer has lost the blocks that were held before.
+                if locations and lives.setdefault((of := locations[0].source).peer, of.epoch) == of.epoch:
+                    # All at once: a window is small.
+                    blocks, recovery.windows[number] = recovery.sequence.table.windows[number].blocks, []
+                    self.transfers.ask(step, requested, recovery, locations, blocks)
+            while recovery.back:
                 part = recovery.last_part
                 count = self._back(recovery, alone=not requested)
                 peer, epoch = part.source.peer, part.source.epoch
-                # One request is for one epoch of a peer: a reset peer has lost the blocks that were held before.
                 if count <= 0 or lives.setdefault(peer, epoch) != epoch:
                     break
                 self._request(step, recovery, count, requested)
@@ -358,7 +422,8 @@ class Recoveries:
             for node in locations[0].source.came(locations, corrupt, receiver.request):
                 self._kv.pool.drop(node, "corrupt")
             receiver.came(locations, corrupt, seconds)
-        if missed and load.parts[0][1][0].source.has_failed(len(bad), load.num_blocks):
+        num_blocks = sum(len(blocks) for _, _, blocks in load.parts)
+        if missed and load.parts[0][1][0].source.has_failed(len(bad), num_blocks):
             load.link.failed()
         return [sequence for sequence, recovery in self._active.items() if recovery.corrupt]
 
@@ -377,6 +442,8 @@ class Recoveries:
             if recovery.loading or sequence.num_scheduled_tokens < meeting:
                 continue
             done.append((sequence, recovery.plan.end * size))
+            for one in sequence.table.windows:
+                one.loading = False
             recovery.ended = now
             if not recovery.behind_demotions:
                 self._learn(recovery, now)
@@ -411,9 +478,8 @@ class Recoveries:
     def _close(self, recovery: Recovery) -> None:
         del self._active[recovery.sequence]
         recovery.active = False
-        for source, locations in groupby(
-            reversed(recovery.locations[: recovery.back]), key=lambda location: location.source
-        ):
+        held = [*recovery.locations[: recovery.back], *chain.from_iterable(recovery.windows)]
+        for source, locations in groupby(reversed(held), key=lambda location: location.source):
             source.unhold(locations)
         self.emit(recovery)
         if recovery.loading and any(part.source.is_far for part in recovery.plan.parts):
@@ -432,6 +498,11 @@ def _arrival_order(sequence: RequestSequence) -> tuple[int, float, int]:
 
 def _ignore(recovery: Recovery) -> None:
     pass
+
+
+def _no_windows(groups: Sequence[int]) -> list[list[Location]]:
+    """Stand for ``ResumePoint.hold`` in a prediction."""
+    raise AssertionError("a prediction holds no blocks")
 
 
 def _hold_none(start: int, stop: int) -> list[Location]:

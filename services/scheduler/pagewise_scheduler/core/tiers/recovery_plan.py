@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal, NamedTuple
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
@@ -15,16 +16,26 @@ RecoveryMode = Literal["auto", "swap", "recompute", "both"]
 _WORTH_BOTH = 0.975
 
 
+HoldWindows = Callable[[Sequence[int]], list[list[Location]]]
+"""Holds the windows of these groups of layers at some place; returns where the blocks of each group are."""
+
+
+def _no_windows(groups: Sequence[int]) -> list[list[Location]]:
+    return []
+
+
 class Offer(NamedTuple):
     """The blocks ``start`` to ``stop`` of a prompt, which lie in one tier.
 
     ``hold``: of two indices in the prompt, holds the blocks between them in the tier, and returns their places.
+    ``windows``: holds the windows at ``stop``, if the model has windowed layers.
     """
 
     source: Source
     start: int
     stop: int
     hold: Callable[[int, int], list[Location]]
+    windows: HoldWindows = _no_windows
 
     def part(self, start: int, stop: int) -> "Offer":
         """The part of these blocks from ``start`` to ``stop``."""
@@ -47,12 +58,14 @@ class RecoveryPlan:
     """How blocks are to come back: ``parts`` of tiers, one after the other.
 
     ``start``: blocks on the device. The blocks between them and ``first`` lie in no tier and have to be computed.
+    ``windows``: of a model with windowed layers: holds those at the end of the plan.
     """
 
     method: Method
     parts: list[Offer] = field(default_factory=list)
     start: int = 0
     estimate: RecoveryEstimate | None = None
+    windows: HoldWindows | None = None
 
     @property
     def first(self) -> int:
@@ -117,6 +130,7 @@ class Recovery:
         behind_demotions: copies to lower tiers were under way when it began, which loads wait for.
         active: it has blocks to load or to compute before they are loaded. corrupt: a block came with wrong content, or
             not at all, so that the sequence has to start over.
+        windows: where the blocks of windowed layers are held that are still to be asked for, by group.
     """
 
     sequence: RequestSequence
@@ -134,6 +148,7 @@ class Recovery:
     first_start: bool = False
     active: bool = False
     corrupt: bool = False
+    windows: list[list[Location]] = field(default_factory=list)
 
     @property
     def request(self) -> Request:
@@ -151,8 +166,9 @@ class Recovery:
         if bad:
             self.corrupt = True
         elif self.active:
-            name = locations[0].source.name
-            self.loaded[name] = self.loaded.get(name, 0) + len(locations) * self.sequence.table.block_size
+            name, is_window = locations[0].source.name, locations[0].group
+            num_tokens = 0 if is_window else len(locations) * self.sequence.table.block_size
+            self.loaded[name] = self.loaded.get(name, 0) + num_tokens
             self.link_seconds += seconds
 
     @property
@@ -213,7 +229,7 @@ class RecoveryPolicy:
         """How to get blocks back that cost so much."""
         if self.mode == "swap":
             return "load"
-        if self.mode != "auto":
+        if self.mode != "auto" and estimate.by_method[self.mode] < inf:
             return self.mode
         load, both = estimate.load + estimate.after, estimate.both + estimate.after
         # Both at once keeps the executor and the link busy: it has to win by more than the noise of the estimate.

@@ -24,10 +24,10 @@ from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import Link, TierCosts
 
-BlockCopy = tuple[int, int, int, int | CachedBlock]
-"""Source tier, source block, target tier, target block: the content has to be copied before a step writes into either
-block. The target block is a node of the prefix tree where the target tier has no ids. A plain tuple, because memory
-under pressure makes one for every block."""
+BlockCopy = tuple[int, int, int, int | CachedBlock, int]
+"""Source tier, source block, target tier, target block, group of layers: the content has to be copied before a step
+writes into either block. The target block is a node of the prefix tree where the target tier has no ids. A plain tuple,
+because memory under pressure makes one for every block."""
 
 Copies = Sequence[BlockCopy]
 """Copies in an order in which each of them reads the right content."""
@@ -36,7 +36,8 @@ Copies = Sequence[BlockCopy]
 class Location(NamedTuple):
     """The location of a block that is held for a recovery: the number of the tier, and the id or the name there.
 
-    ``node``: the block in the prefix tree of the executor that holds it, if it is in one.
+    ``node``: the block in the prefix tree of the executor that holds it, if it is in one; of a snapshot, its end.
+    ``group``: the group of layers.
     """
 
     source: "Source"
@@ -44,6 +45,7 @@ class Location(NamedTuple):
     block: int = NOWHERE
     node: CachedBlock | None = None
     name: BlockName | None = None
+    group: int = 0
 
 
 class Source:

@@ -22,13 +22,14 @@ _FAR_GRACE = 5.0
 
 
 class TransferKey(NamedTuple):
-    """Which list of copies: of which step, between which tiers, and from which peer (its endpoint), "" for own
-    tiers."""
+    """Which list of copies: of which step, between which tiers, from which peer (its endpoint), "" for own tiers, and
+    of which group of layers."""
 
     step: int
     source: int
     target: int
     peer: str
+    group: int = 0
 
 
 class Cancelled(NamedTuple):
@@ -63,7 +64,8 @@ class Load:
     """One list of copies to the device: the blocks that one step brings from one tier.
 
     ``parts``: for each receiver, the places of its blocks and the device blocks into which they are copied. ``epoch``:
-    of the peer whose blocks are held. ``predicted``: seconds for which the blocks occupy the link.
+    of the peer whose blocks are held. ``num_blocks``: blocks of the full layers that have as many bytes. ``predicted``:
+    seconds for which the blocks occupy the link.
     """
 
     link: Link
@@ -88,7 +90,7 @@ class Load:
                     pairs += (len(names), block)
                     names.append(location.name)
         remote = self.parts[0][1][0].source.remote(key.source)
-        return BlockCopies(key.source, key.target, pack_int32s(pairs), remote, pack_names(names))
+        return BlockCopies(key.source, key.target, pack_int32s(pairs), remote, pack_names(names), key.group)
 
 
 Loads = dict[TransferKey, Load]
@@ -124,7 +126,7 @@ class Transfers:
             self._recent.append((now, one))
             if one.source == one.target and not peer:
                 continue  # inside the device: done with the step, and not confirmed
-            key = TransferKey(step, one.source, one.target, peer)
+            key = TransferKey(step, one.source, one.target, peer, one.group)
             due = now + _LATE * self._predicted(key) + (_FAR_GRACE if self._cancellable(key) else 0.0)
             self._under_way.setdefault(key, deque()).append(_UnderWay(due, one, loads.get(key)))
 
@@ -147,11 +149,12 @@ class Transfers:
         self, step: int, requested: Loads, receiver: Receiver, locations: list[Location], blocks: list[int]
     ) -> None:
         """Let the plan of ``step`` bring the blocks held at ``locations`` of one tier to these blocks of the device."""
-        source, count = locations[0].source, len(locations)
-        key = TransferKey(step, locations[0].tier, DEVICE, source.peer)
+        source, group = locations[0].source, locations[0].group
+        count = self._kv.num_full_blocks(len(locations), group)
+        key = TransferKey(step, locations[0].tier, DEVICE, source.peer, group)
         load = requested.setdefault(key, Load(source.link, source.epoch))
         # Pinned, so that no other sequence gets a block before its content has arrived, even if the receiver ends.
-        self._kv.pool.pin(blocks)
+        self._kv.pin(blocks, group)
         load.parts.append((receiver, locations, blocks))
         load.num_blocks += count
         load.predicted += load.link.asked(count, self.now)
@@ -160,7 +163,7 @@ class Transfers:
     def confirmed(self, message: Copied, bad: Collection[int]) -> Load | None:
         """The executor has made a list of copies, except to the targets ``bad``. Returns the load, if the
         list goes to the device. Unknown lists are ignored."""
-        key = TransferKey(message.step, message.source, message.target, message.peer)
+        key = TransferKey(message.step, message.source, message.target, message.peer, message.group)
         entries = self._under_way.get(key)
         if not entries:
             return None
@@ -180,7 +183,7 @@ class Transfers:
         load.link.done(load.num_blocks, load.predicted, seconds)
         for _, locations, blocks in load.parts:
             locations[0].source.unhold(reversed(locations))
-            self._kv.drop(blocks, None)
+            self._kv.unpin(blocks, locations[0].group)
 
     def clear(self) -> None:
         """The executor is gone or reset: nothing is under way any more."""
@@ -198,7 +201,7 @@ class Transfers:
         under_way = (entry.copies for entries in self._under_way.values() for entry in entries)
         for one in (*under_way, *(copies for time, copies in self._recent if time >= since)):
             own_source = one.source if one.peer is None else None
-            for number, first in ((one.target, 1), (own_source, 0)):
+            for number, first in ((one.target, 1), (own_source, 0)) if not one.group else ():
                 if number == tier and len(found) < most:
                     found.update(unpack_int32s(one.pairs[: 8 * most])[first::2])
         return found

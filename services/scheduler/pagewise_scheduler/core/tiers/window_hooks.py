@@ -1,0 +1,69 @@
+"""What the KV memory of an executor has to do about windowed layers: nothing, in a model without them."""
+
+from collections.abc import Sequence
+
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.tiers.tier import Copies, Location
+from pagewise_scheduler.core.tiers.windows import WindowGroup
+
+
+class WindowHooks:
+    """The methods that ``GroupedKVCacheManager`` overrides.
+
+    ``windows``: the groups of windowed layers. ``pages_per_block``: of the other layers, 1 if there are no groups.
+    """
+
+    windows: tuple[WindowGroup, ...] = ()
+    pages_per_block = 1
+
+    def restore_windows(self, path: list[CachedBlock]) -> None:
+        """Let sequences begin behind the nodes of ``path`` whose windows are recoverable."""
+
+    def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
+        return True
+
+    def can_begin(self, node: CachedBlock, *, device_only: bool = False) -> bool:
+        """Whether some tier has the windows with which a sequence begins behind a node; ``device_only``: the device."""
+        return True
+
+    def loaded_to(self, prefix: CachedPrefix, end: int) -> CachedPrefix:
+        """The prefix of a sequence that loads what the device lacks to begin behind ``end`` blocks: the blocks and the
+        windows that it has. The sequence shares them."""
+        return prefix
+
+    def num_lacking_in_windows(self, node: CachedBlock | None, end: int) -> int:
+        """How many blocks of full layers have as many bytes as the windows behind ``end`` blocks that the device lacks.
+
+        ``node``: of the last of them, if the prefix tree has it.
+        """
+        return 0
+
+    def hold_windows(self, node: CachedBlock, groups: Sequence[int]) -> list[list[Location]]:
+        """Hold the windows at the end of a node in the tier below the device, of each of ``groups``."""
+        return []
+
+    def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
+        """Let a table have blocks for the windows that are to be loaded into them. Returns copies as ``grow`` does."""
+        return ()
+
+    def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
+        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""
+
+    def take_due_snapshots(self, table: BlockTable) -> None:
+        """Take the snapshots whose nodes the table has reached."""
+
+    def grow_windows(
+        self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
+    ) -> tuple[list[tuple[int, int]], Copies]:
+        """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``, and drop the blocks before, at
+        once or when ``in_flight_step`` returns. Returns the groups and blocks that were added, and copies."""
+        return [], ()
+
+    def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
+        """Drop the references of a table's windows as ``free`` does."""
+
+    def take_unmapped(self) -> bytes:
+        """The blocks that have lost their pages since the last call, as ``GroupedStepPlan.unmapped`` has them."""
+        return b""

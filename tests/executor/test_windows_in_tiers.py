@@ -1,0 +1,143 @@
+"""Windows of models with several groups of layers go to host memory, to the disk and to other executors, and return."""
+
+import queue
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import transformers
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.peer import PrefixDirectory
+from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.server.executor_checks import checked_inventory
+from pagewise_shared.protocol import DISK, Found, LookUp, Welcome
+
+from tests.executor.driver import arena_of, drive, request, run_requests
+from tests.executor.parity import check_mixture, check_recovery
+from tests.executor.references import reference
+from tests.executor.runners import build_runner, peers_at
+from tests.model_builders import VOCAB_SIZE, build_model
+
+LENGTHS = (100, 41, 64)
+
+
+@pytest.fixture(scope="module", params=["gemma3", "gpt_oss", "gemma4", "llama4"])
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    build_model(request.param, path, seed=7)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gemma3")
+    build_model("gemma3", path, seed=7)
+    return path
+
+
+class Conversations:
+    """Prompts, their next turns, and what a model answers to them."""
+
+    def __init__(self, path: Path) -> None:
+        rng = random.Random(3)
+        first = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        answers = reference(model, first, [8] * 3, "cpu")
+        second = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(first, answers, strict=True)]
+        self._prompts = first, second
+        self.expected = answers, reference(model, second, [8] * 3, "cpu")
+
+    def turn(self, number: int) -> list[Request]:
+        return [request(prompt, 8, name=f"{number}.{i}") for i, prompt in enumerate(self._prompts[number])]
+
+    def check(self, turns: list[list[Request]]) -> None:
+        for requests, expected in zip(turns, self.expected, strict=True):
+            assert [one.sequences[0].output_token_ids.tolist() for one in requests] == expected
+
+
+@pytest.mark.parametrize("mode", ["swap", "auto"])
+def test_conversations_return_from_the_host(model_path: Path, mode: RecoveryMode) -> None:
+    runner, num_loaded = check_recovery(model_path, mode, 17, n=2, host_memory="4MiB")
+    assert runner.info.groups
+    assert mode == "auto" or num_loaded > 0
+    runner.close()
+
+
+def test_everything_mixed_at_random(gemma3: Path) -> None:
+    check_mixture(gemma3, 5, block_size=3, host_memory="2MiB")
+
+
+@pytest.mark.parametrize("peer_blocks", [400, 22])
+def test_windows_come_from_another_executor(gemma3: Path, peer_blocks: int) -> None:
+    """With 22 blocks some of them are on the host of the other executor by then."""
+    holder, fetcher = (build_runner(gemma3, exchange=peers_at(), host_memory="4MiB") for _ in range(2))
+    conversations, directory = Conversations(gemma3), PrefixDirectory()
+    first, again = conversations.turn(0), conversations.turn(1)
+    theirs, _ = run_requests(holder, first, num_blocks=peer_blocks, recovery="swap", directory=directory)
+    scheduler, _ = run_requests(fetcher, again, recovery="swap", directory=directory)
+    conversations.check([first, again])
+    counters = scheduler.kv.pool.counters
+    assert counters.fetched > 10
+    assert counters.fetch_failed == 0
+    assert theirs.kv.num_available == theirs.kv.num_total
+    assert scheduler.kv.num_available == scheduler.kv.num_total
+    for runner in (holder, fetcher):
+        runner.close()
+
+
+def look_up(runner: ModelRunner, scheduler: Scheduler, asked: Request) -> None:
+    """Ask the disk how much it has of a request, as the server does."""
+    told: queue.SimpleQueue[object] = queue.SimpleQueue()
+    runner.report_to(told.put)  # type: ignore[arg-type]
+    root = scheduler.kv.pool.tree.root_hash(asked.params.cache_salt)
+    runner.handle(LookUp(1, 7, DISK, root, asked.prompt_token_ids.tobytes()))
+    answer = told.get(timeout=20)
+    assert isinstance(answer, Found)
+    asked.stored[scheduler.kv.hashed[DISK].identity] = answer.num_blocks
+
+
+@pytest.mark.parametrize("host_memory", [None, "300KiB"])
+def test_windows_come_from_the_disk(gemma3: Path, tmp_path: Path, host_memory: str | None) -> None:
+    """Another executor with the same folder finds where it can begin."""
+    conversations = Conversations(gemma3)
+    first, again = conversations.turn(0), conversations.turn(1)
+    runners = [build_runner(gemma3, host_memory=host_memory, disk_cache=str(tmp_path)) for _ in range(2)]
+    run_requests(runners[0], first, num_blocks=22, recovery="swap")
+    scheduler, _ = run_requests(runners[1], [], recovery="swap")
+    for one in again:
+        look_up(runners[1], scheduler, one)
+    assert sum(sum(one.stored.values()) for one in again) > 10
+    drive(runners[1], scheduler, again)
+    conversations.check([first, again])
+    assert scheduler.kv.pool.counters.recalled > 10
+    for runner in runners:
+        runner.close()
+
+
+def test_a_new_scheduler_begins_where_the_last_one_ended(gemma3: Path) -> None:
+    runner = build_runner(gemma3, host_memory="4MiB")
+    conversations = Conversations(gemma3)
+    first, again = conversations.turn(0), conversations.turn(1)
+    run_requests(runner, first)
+    info = msgspec.structs.replace(runner.info, inventory=runner.inventory())
+    scheduler = Scheduler(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        tiers={tier.number: tier.num_blocks for tier in info.tiers},
+        recovery="swap",
+        shape=arena_of(info, 64),
+    )
+    scheduler.kv.expect(checked_inventory(info))
+    runner.reset(Welcome(1, 8, 64, keeps_blocks=True))
+    for one in again:
+        scheduler.kv.restore(None, one.prompt_token_ids.tobytes)
+    drive(runner, scheduler, again)
+    conversations.check([first, again])
+    assert [one.num_cached_tokens for one in again] == [(length + 7) // 8 * 8 for length in LENGTHS]
+    runner.close()
