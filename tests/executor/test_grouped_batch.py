@@ -110,7 +110,7 @@ def check_inventory(scheduler: Scheduler, executor: PagedExecutor) -> None:
             path = [hash_of(one) for one in ancestors(snapshot.node)][::-1]
             assert set(path[snapshot.first :]) <= set(ids[group.number])
             assert {hash_of(one) for one in ancestors(node)} <= set(ids[0])
-    fresh = PagedExecutor(executor.groups, executor.num_pages, executor.block_size, LONGEST).batch
+    fresh = PagedExecutor(executor.groups, executor.num_pages, executor.block_size, LONGEST, executor.most_tokens).batch
     fresh.restore(kept)
     for number, (named, group) in enumerate(zip(ids, executor.groups, strict=True)):
         if named:

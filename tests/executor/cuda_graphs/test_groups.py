@@ -117,8 +117,8 @@ def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, cu
 def test_a_start_measures_captures_and_warms_up(
     tmp_path: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a pool with room for two steps, of which a block of all layers takes seven pages."""
-    build_model("gemma3", tmp_path)
+    """In a pool with room for two steps, of which a block of all layers takes four pages."""
+    build_model("olmo3", tmp_path)
     options = {"max_model_len": 96, "max_num_seqs": 4, "num_blocks": 8}
     config = with_step_limits(
         ExecutorConfig(
@@ -137,7 +137,7 @@ def test_a_start_measures_captures_and_warms_up(
     runner._measure_activations(config, loaded, torch.float32)
     backend = graphs.decodes._backend
     assert len(backend._plans) == 2, "one for each group, with its scratch, which layers in all slots share"
-    assert [len(group.on_device) for group in backend.tables.groups] == [1, 6]
+    assert [len(group.on_device) for group in backend.tables.groups] == [1, 3]
     runner._size_pool(config, loaded, torch.float32)
     runner._capture(graphs, config)
     assert not runner.info.fallback
