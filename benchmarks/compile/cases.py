@@ -64,6 +64,7 @@ def _attention(
     block_size: int = 16,
     sinks: bool = False,
     attention_chunk: int | None = None,
+    ring: bool = False,
 ) -> None:
     layer = _layer(kv_dtype, kv_heads, head_dim, block_size)
     tables = _empty(8, 64, dtype=torch.int32)
@@ -76,14 +77,14 @@ def _attention(
             attention_chunk=attention_chunk,
         )  # fmt: skip
         plan.plan(_empty(8, dtype=torch.int32))
-        decode_attention(q[:8], layer, tables, plan, softcap=softcap, sinks=of_heads)
+        decode_attention(q[:8], layer, tables, plan, softcap=softcap, sinks=of_heads, ring=ring)
         return
     size = 2048 if kind == "prefill" else 12
     chunks = PrefillPlan(
         [Chunk(0, 0, size, 0)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
         window=window, deterministic=deterministic, attention_chunk=attention_chunk,
     )  # fmt: skip
-    prefill_attention(q, layer, tables, chunks, softcap=softcap, sinks=of_heads)
+    prefill_attention(q, layer, tables, chunks, softcap=softcap, sinks=of_heads, ring=ring)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -112,6 +113,7 @@ def _add_attention() -> None:
         gpt_oss = partial(_attention, torch.bfloat16, torch.bfloat16, 64, 8, 64, kind, sinks=True)
         CASES[f"{kind} d64 bf16 sinks"] = gpt_oss
         CASES[f"{kind} d64 bf16 sinks window"] = partial(gpt_oss, window=128)
+        CASES[f"{kind} d64 bf16 sinks window ring"] = partial(gpt_oss, window=128, ring=True)
 
 
 def _add_large_tiles() -> None:
@@ -343,8 +345,10 @@ def _lora(dtype: torch.dtype, rank: int, rows: int) -> None:
 def _decode_inputs() -> None:
     ints, longs = _empty(8, dtype=torch.int32), _empty(8, dtype=torch.int64)
     tables = _empty(8, 64, dtype=torch.int32)
-    for known in (None, ints):
-        decode_inputs(ints, ints, tables, longs, block_size=16, ids=longs, positions=longs, slots=longs, known=known)
+    for known, ring in ((None, False), (ints, False), (ints, True)):
+        decode_inputs(
+            ints, ints, tables, longs, block_size=16, ids=longs, positions=longs, slots=longs, known=known, ring=ring
+        )
 
 
 def _blocks() -> None:

@@ -19,6 +19,7 @@ from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_executor.attention.backend import AttentionShape
+from pagewise_executor.attention.device_tables import table_shapes
 from pagewise_executor.cuda_graphs import decode_graphs, mixed_graphs
 from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import Gpu, with_step_limits
@@ -123,6 +124,9 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     width = 4 * text.hidden_size + qkv + 3 * inner
     # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.
     steps = limits.max_num_batched_tokens * width * dtype.itemsize + 5 * limits.max_num_seqs * vocab * 4
+    if len(groups) > 1:  # each slot has block tables; those of a model with one group take some megabytes
+        shapes = table_shapes(memory, longest, config.block_size, limits.max_num_batched_tokens)
+        steps += sum(shape.slots * shape.width for shape in shapes) * limits.max_num_seqs * 4
     sizes = sizes_up_to(min(limits.max_num_seqs, decode_graphs.LADDER[-1]), decode_graphs.LADDER)
     sizes += sizes_up_to(min(limits.max_num_batched_tokens, mixed_graphs.LARGEST), mixed_graphs.LADDER)
     graphs = len(sizes) * len(layers) * BYTES_PER_LAYER if config.cuda_graphs else 0

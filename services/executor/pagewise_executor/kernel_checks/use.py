@@ -11,8 +11,10 @@ from pagewise_shared.config.adapter_options import adapter_capacity
 from torch import nn
 
 from pagewise_executor.attention.backend import AttentionShape
+from pagewise_executor.attention.device_tables import table_shapes
 from pagewise_executor.attention.prefill_libraries import with_small_limits
 from pagewise_executor.device_defaults import SizedConfig
+from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.grouped_experts import GroupedExperts, GroupedRouter
@@ -33,7 +35,7 @@ class KernelUse:
     layer; 0 if transformers computes the layers, with ``write_kv``; no ``gate_up`` if all layers have experts.
     ``linears``: quantised linear layers, one of each kind. ``mixture``: router and experts of a layer. ``mxfp4``:
     experts in MXFP4, and how many of them a token has. ``rotation``: of the keys that segments move. ``adapter_rank``:
-    0 without adapters.
+    0 without adapters. ``rings``: block tables of windowed layers are rings.
     """
 
     device: torch.device
@@ -52,6 +54,7 @@ class KernelUse:
     rotation: KeyRotation | None = None
     adapter_rank: int = 0
     deterministic: bool = False
+    rings: bool = False
 
     def draw(self, *sizes: int, seed: int = 0) -> torch.Tensor:
         """Return normal numbers in the model's type; the same for the same seed on every device."""
@@ -63,8 +66,11 @@ class KernelUse:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
-def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> KernelUse:
-    """Return the kernels that a loaded model uses."""
+def use_of(
+    config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, pages: PageLayout | None = None
+) -> KernelUse:
+    """Return the kernels that a loaded model uses. ``pages``: of a model with several groups of layers."""
+    tables = table_shapes(pages, loaded.max_model_len, config.block_size, config.max_num_batched_tokens)
     shapes = loaded.layers
     layers = [module for module in loaded.model.modules() if isinstance(module, FusedDecoderLayer)]
     return KernelUse(
@@ -81,6 +87,7 @@ def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> K
         rotation=loaded.rotations[0] if loaded.rotations and not shapes[0].latent else None,
         adapter_rank=adapter_capacity(config).max_rank,
         deterministic=config.deterministic,
+        rings=any(shape.ring for shape in tables),
     )  # fmt: skip
 
 
