@@ -102,14 +102,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     check_latents(config, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
     model = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
-    quantised = read_quantisation(config.model, path, config.kv_dtype)
-    if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:  # ranks convert them
-        place_mxfp4(model)
-    header = {  # tied ones once
-        name: TensorInfo("U8" if weight.dtype == torch.uint8 else "", list(weight.shape))
-        for name, weight in model.named_parameters()
-    }
-    weights = weight_bytes({path: header}, dtype, config.quantization, keeps_mxfp4=True) // config.tensor_parallel
+    weights = _weight_bytes(config, path, model, dtype) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # Gemma 3n has one for each layer
     inner = (inner if isinstance(inner, int) else max(inner)) // config.tensor_parallel
@@ -152,6 +145,18 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
         page_bytes=memory.page_bytes,
         sequences=sequences,
     )
+
+
+def _weight_bytes(config: ExecutorConfig, path: Path, model: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits."""
+    quantised = read_quantisation(config.model, path, config.kv_dtype)
+    if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:
+        place_mxfp4(model)
+    header = {  # tied ones once
+        name: TensorInfo("U8" if weight.dtype == torch.uint8 else "", list(weight.shape))
+        for name, weight in model.named_parameters()
+    }
+    return weight_bytes({path: header}, dtype, config.quantization, keeps_mxfp4=True)
 
 
 def _groups(
