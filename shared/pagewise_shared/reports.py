@@ -45,7 +45,7 @@ class LostPrefix(Struct):
 
 
 class NoWindow(Struct):
-    """``tokens`` of the prompt from ``position`` on that were cached but not used, the last of them by ``cached_by``: no
+    """``tokens`` of the prompt from ``position`` on were cached, the last of them by ``cached_by``, and not used: no
     sequence can begin behind them, because the KV of layers that see a window is cached nowhere there."""
 
     position: int

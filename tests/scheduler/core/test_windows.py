@@ -4,6 +4,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pagewise_scheduler.core.memory_report import executor_report
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
@@ -89,6 +90,10 @@ def test_a_snapshot_goes_to_the_host_and_comes_back() -> None:
     for other in range(3):
         begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
     assert executor.num_windows_stored > 0
+    report = executor_report("e", scheduler).tiers["host"]
+    assert [(one.window, one.pages_per_block) for one in report.windows] == [(8, 1), (13, 2)]
+    assert all(one.snapshots for one in report.windows)
+    assert sum((one.cached + one.in_use) * one.pages_per_block for one in report.windows) < report.used <= 1200
     again = begin(scheduler, executor, [*range(200), *first.sequences[0].output_token_ids.tolist(), 7, 7])
     assert sum(again.cached_tokens.values()) == 208
     assert executor.num_loaded + executor.num_windows_loaded > 40

@@ -192,7 +192,7 @@ def _other(other: OtherCache) -> str:
 
 def _no_window(lacks: NoWindow) -> str:
     return (
-        f"{_tokens(lacks.tokens)} of its prompt, from token {lacks.position:,} on, had been cached, the last of them by "
+        f"{_tokens(lacks.tokens)} of its prompt, from token {lacks.position:,} on, had been cached, the last by "
         f"{_name(lacks.cached_by)}, but no sequence can begin behind them: the KV of the layers that see a window was "
         "not kept there, or was evicted."
     )

@@ -1,4 +1,4 @@
-"""Why a prompt's prefix was not cached when it first ran: evicted, no window, different tokens, or another cache salt."""
+"""Why a prompt's prefix was not cached when it first ran: evicted, no window, different tokens, or another salt."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
@@ -31,14 +31,14 @@ def find_missed(
     magnitude.
     """
     size, request = kv.block_size, sequence.request
-    usable = found = 0 if last_node is None else last_node.depth
-    for last_node in takewhile(lambda node: node.num_tiers, path[usable:]):
-        found += 1
+    usable = 0 if last_node is None else last_node.depth
+    unusable = [*takewhile(lambda node: node.num_tiers, path[usable:])]
+    found = usable + len(unusable)
     most = (sequence.num_tokens - 1) // size
     missed = MissedPrefix(found * size)
-    if found > usable:
-        assert last_node is not None
-        missed.no_window = NoWindow(usable * size, (found - usable) * size, last_node.cached_by)
+    if unusable:
+        last_node = unusable[-1]
+        missed.no_window = NoWindow(usable * size, len(unusable) * size, last_node.cached_by)
     if sequence.sampling.prompt_logprobs is not None:
         missed.not_asked = True
         return missed
