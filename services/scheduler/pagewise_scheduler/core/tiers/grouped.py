@@ -72,7 +72,7 @@ class GroupedKVCacheManager(KVCacheManager):
         pool.share(self._arena, shape.pages_per_block, self._forget_snapshots, self.can_begin)
         changed = self._windows_changed
         lower = self.host.snapshots if self.host is not None else (None,) * len(shape.windows)
-        self.windows = pool.snapshots = tuple(
+        pool.snapshots = self.windows = tuple(
             WindowGroup(number, one, self.block_size, shape.most_tokens, self._arena, policy, changed, below)
             for number, (one, below) in enumerate(zip(shape.windows, lower, strict=True), 1)
         )
