@@ -49,13 +49,12 @@ class SlotBatch:
 
 
 class _WindowTables:
-    """The tables of a group of windowed layers. ``number``: of the group. ``slot``: its first one.
+    """The tables of a group of windowed layers. ``number``: of the group.
 
     ``first`` [num_rows]: the first entry that is not null; ``ends`` [num_rows]: the number of valid entries.
     """
 
-    def __init__(self, number: int, slot: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
-        self.slot = slot
+    def __init__(self, number: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
         self.number, self._window, self._chunked, self._block_size = number, group.window, group.chunked, block_size
         self.first: Int64s = np.zeros(num_rows, np.int64)
         self.ends: Int64s = np.zeros(num_rows, np.int64)
@@ -90,7 +89,7 @@ class GroupedBatch(InputBatch):
     ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
     ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
     the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
-    stretches of its tables that are new in this step. ``labels``: of the pages of the device, if they are needed.
+    stretches of its tables that are new in this step.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -103,10 +102,12 @@ class GroupedBatch(InputBatch):
             {tier: self._maps[tier].num_blocks(number) if tier in self._maps else 0 for tier in num_pages}
             for number in range(len(groups))
         ]
-        # Of each group [slots, num_rows, max_blocks]: the pages.
-        self._tables: list[Int32s] = [np.zeros((each, *self.block_tables.shape), np.int32) for each in pages_per_block]
+        self._first_slots = [sum(pages_per_block[:group]) for group in range(len(groups))]
+        # The pages [slots, num_rows, max_blocks], of all groups and of each.
+        self._all_tables: Int32s = np.zeros((sum(pages_per_block), *self.block_tables.shape), np.int32)
+        self._tables: list[Int32s] = np.split(self._all_tables, np.cumsum(pages_per_block)[:-1])
         self._windows = [
-            _WindowTables(number, sum(pages_per_block[:number]), group, len(self.block_tables), self.block_size)
+            _WindowTables(number, group, len(self.block_tables), self.block_size)
             for number, group in enumerate(groups[1:], 1)
         ]
         self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
@@ -114,7 +115,18 @@ class GroupedBatch(InputBatch):
         # Blocks that this plan puts into tables, by group: row, first index, blocks.
         self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
-        self.labels: PageLabels | None = None
+        self._labels: PageLabels | None = None
+        self._overwritten: list[Int32s] = []  # pages without computed tokens that this plan puts into tables
+
+    def label_with(self, labels: PageLabels) -> None:
+        """Keep the labels of the device's pages up to date."""
+        self._labels = labels
+        labels.attach(self._all_tables)
+
+    def _label(self, row: int) -> None:
+        assert self._labels is not None
+        pages = self._tables[0][0, row, : self.num_blocks[row]]
+        self._labels.label(row, self.sequences[row], int(self.num_computed[row]), pages)
 
     def restore(self, kept: KeptBlocks) -> None:
         """Give the blocks of an inventory that stays valid their pages. No plan has come yet."""
@@ -127,7 +139,7 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: as of ``InputBatch``; or a table does not hold what its layers see, or pages are missing.
         """
-        self._flat, self.changed = None, [[] for _ in self.groups]
+        self._flat, self.changed, self._overwritten = None, [[] for _ in self.groups], []
         for added in self._added:
             added.clear()
         work = super().apply(plan)
@@ -147,14 +159,10 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: the row holds none.
         """
-        held = self.sequences.get(row)
+        if self._labels is not None and row in self.sequences:
+            self._label(row)
+            self._labels.left(row)
         super().remove(row)
-        if self.labels is not None and held is not None:
-            tables = [(0, self._tables[0][:, row, : self.num_blocks[row]])]
-            for window in self._windows:
-                first, end = int(window.first[row]), int(window.ends[row])
-                tables.append((first, self._tables[window.number][:, row, first:end]))
-            self.labels.left(row, held, int(self.num_computed[row]), tables)
         self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
         for window in self._windows:
             self._tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
@@ -166,13 +174,9 @@ class GroupedBatch(InputBatch):
         return self._flat[1]
 
     def overwritten(self, work: StepWork) -> Int32s:
-        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks."""
-        found = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
-        for tables, changed in zip(self._tables, self.changed, strict=True):
-            for row, start, stop in changed:
-                computed = int(self.num_computed[row]) // self.block_size
-                found.append(tables[:, row, max(start, computed) : stop].ravel())
-        return np.concatenate([np.zeros(0, np.int32), *found])
+        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks, if they have labels."""
+        targets = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
+        return np.concatenate([np.zeros(0, np.int32), *targets, *self._overwritten])
 
     def advance(self, work: StepWork) -> None:
         """Count the tokens of an issued step as ``InputBatch`` does."""
@@ -231,6 +235,11 @@ class GroupedBatch(InputBatch):
             tables[:, row, first : first + len(blocks)] = pages[:, done : done + len(blocks)]
             changed.append((row, first, first + len(blocks)))
             done += len(blocks)
+        if self._labels is not None:
+            rows = np.repeat([row for row, _, _ in added], [len(blocks) for _, _, blocks in added])
+            indices = np.concatenate([np.arange(first, first + len(blocks)) for _, first, blocks in added])
+            self._labels.note(rows, self._first_slots[group], indices, pages)
+            self._overwritten.append(pages[:, indices >= self.num_computed[rows] // self.block_size].ravel())
 
     def _computed_ranges(self, work: StepWork) -> tuple[Int64s, Int64s, Int64s]:
         """Return the rows that compute, and the positions [start, stop) that each computes [n]."""
@@ -246,8 +255,6 @@ class GroupedBatch(InputBatch):
         tables, changed = self._tables[window.number], self.changed[window.number]
         for row, first in zip(rows[passed].tolist(), seen[passed].tolist(), strict=True):
             before = int(window.first[row])
-            if self.labels is not None:
-                self.labels.passed(row, window.slot, before, tables[:, row, before:first])
             tables[:, row, before:first] = NULL_PAGE
             changed.append((row, before, first))
             window.first[row] = first
@@ -262,6 +269,7 @@ class GroupedBatch(InputBatch):
         """
         jobs = checked_copies(plan, self._sizes)
         sources = [self._sources(job) for job in jobs]
+        self._label_sources(jobs, sources)
         self._unmap(int32s(plan.unmapped))
         made = list[PageCopyJob]()
         written = dict[tuple[int, int], Int32s]()  # by the lists so far, in each tier and group
@@ -276,6 +284,15 @@ class GroupedBatch(InputBatch):
         if len(inside) > 1:
             inside = [dataclasses.replace(inside[0], pairs=np.concatenate([job.pairs for job in inside]))]
         return [*down, *inside, *up]
+
+    def _label_sources(self, jobs: Sequence[CopyJob], sources: Sequence[Int32s]) -> None:
+        """Label pages that go to a tier with ids, which keeps the labels. In this plan the pages may enter tables."""
+        if self._labels is None:
+            return
+        for job, pages in zip(jobs, sources, strict=True):
+            if job.source == DEVICE != job.target and job.target in self._maps:
+                for row in self._labels.rows_of(pages.ravel()):
+                    self._label(row)
 
     def _unmap(self, triples: Int32s) -> None:
         if len(triples) % 3:

@@ -38,7 +38,7 @@ def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_re
 
     Its attention modules attend to latents if they compute any.
 
-    ``model``: its name, for errors. ``config``: of transformers; of the whole model, not of one rank's part.
+    ``model``: its name, for errors. ``config``: of transformers; of the whole model, or of one rank's part.
 
     Raises:
         ModelError: paged attention would not serve it, or not serve it right; the text says why.

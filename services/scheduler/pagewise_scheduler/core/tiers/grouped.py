@@ -78,9 +78,10 @@ class GroupedKVCacheManager(KVCacheManager):
         )
         for tier in self.hashed.values():
             tier.windows = self.windows
-        nearest = self.hashed[min(self.hashed)] if self.hashed else None
-        for group in self.windows if nearest is not None else ():
-            (group.below or group).evicted = nearest.write_snapshot
+        if self.hashed:
+            nearest = self.hashed[min(self.hashed)]
+            for group in self.windows:
+                (group.below or group).evicted = nearest.write_snapshot
         return pool
 
     def forget(self) -> None:

@@ -244,8 +244,8 @@ class SnapshotPool:
             self._add(made[-1])
             for one in path[first:end]:
                 self.recoverable.pop(one.hash, None)
-        for one, before in pairwise(made):
-            one.since = before.node.depth
+        for snapshot, before in pairwise(made):
+            snapshot.since = before.node.depth
         for snapshot in made if self.tier != DEVICE else ():
             for node, block in zip(path[snapshot.first :], snapshot.blocks, strict=False):
                 self._block_of[node], self._node_of[block] = block, node
