@@ -3,14 +3,17 @@
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from pagewise_executor.group_choice import choose_pages
 from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.loader import load_model
 from pagewise_executor.page_map import NULL_PAGE
 from pagewise_executor.runner import Runner
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -116,8 +119,9 @@ def test_triton_kernels_read_pages(gemma3: Path, device: torch.device) -> None:
     prompts = [[3, *range(10, 26)], [4, *range(40, 45)], [3, *range(10, 18)]]
     expected = reference(model, prompts, [5] * 3, device.type)
     runner = build_runner(
-        gemma3, device.type, kernels="triton", host_memory=None, cuda_graphs=False, block_size=4, max_num_seqs=32
-    )
+        gemma3, device.type, kernels="triton", host_memory=None, block_size=4, max_num_seqs=32,
+        max_num_batched_tokens=32,
+    )  # fmt: skip
     assert runner.info.groups
     requests = [request(prompt, 5, f"r{number}") for number, prompt in enumerate(prompts)]
     run_requests(runner, requests, num_blocks=14, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
@@ -143,6 +147,15 @@ def test_features_that_need_one_group_get_it(
     (line,) = [record.getMessage() for record in caplog.records if "windowed layers keep all tokens" in record.message]
     assert reason in line
     runner.close()
+
+
+def test_libraries_for_attention_need_one_group(gemma3: Path) -> None:
+    loaded = replace(load_model(ExecutorConfig(model=str(gemma3), device="cpu", kernels="torch")), kernels="triton")
+    found = [
+        choose_pages(ExecutorConfig(model=str(gemma3), attention=name), loaded, torch.float32)
+        for name in ("auto", "triton", "fa3")
+    ]
+    assert [pages is not None for pages in found] == [True, True, False]
 
 
 # ---- poisoned pools -------------------------------------------------------------------------------------------

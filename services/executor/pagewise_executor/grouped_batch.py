@@ -65,8 +65,8 @@ class _WindowTables:
             return positions // self._window * self._window // self._block_size
         return np.maximum(positions - self._window + 1, 0) // self._block_size
 
-    def check(self, rows: Int64s, starts: Int64s, stops: Int64s) -> None:
-        """Check that the tables of ``rows`` [n] hold all tokens that queries at positions from start to stop see.
+    def check(self, rows: Int64s, seen: Int64s, stops: Int64s) -> None:
+        """Check that the tables of ``rows`` [n] hold all entries from ``seen`` [n] on to positions ``stops`` [n].
 
         Raises:
             InvalidPlanError: the text names a row of which they do not.
@@ -77,7 +77,7 @@ class _WindowTables:
             raise InvalidPlanError(
                 f"row {row}: {self.ends[row]} blocks of group {self.number} do not hold {stops[short][0]} tokens"
             )
-        begun = self.first_seen(starts) < self.first[rows]
+        begun = seen < self.first[rows]
         if begun.any():
             row = int(rows[begun][0])
             raise InvalidPlanError(f"row {row}: the blocks of group {self.number} begin at {self.first[row]}, too late")
@@ -88,8 +88,11 @@ class GroupedBatch(InputBatch):
 
     ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
     ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
-    the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
-    stretches of its tables that are new in this step.
+    the slots of the first group, then those of the next. Copies are copies of pages.
+
+    Of each group: ``tables`` [slots, num_rows, max_blocks] int32 have the pages of its blocks, ``ends`` [num_rows] the
+    numbers of valid entries, ``changed`` the stretches that are new in this step, and ``spans`` the most entries from
+    the first one that a query of the step sees to the end of its table, 0 in the first group.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -105,13 +108,15 @@ class GroupedBatch(InputBatch):
         self._first_slots = [sum(pages_per_block[:group]) for group in range(len(groups))]
         # The pages [slots, num_rows, max_blocks], of all groups and of each.
         self._all_tables: Int32s = np.zeros((sum(pages_per_block), *self.block_tables.shape), np.int32)
-        self._tables: list[Int32s] = np.split(self._all_tables, np.cumsum(pages_per_block)[:-1])
+        self.tables: list[Int32s] = np.split(self._all_tables, np.cumsum(pages_per_block)[:-1])
         self._windows = [
             _WindowTables(number, group, len(self.block_tables), self.block_size)
             for number, group in enumerate(groups[1:], 1)
         ]
-        self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
+        self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self.tables) for table in tables]
+        self.ends = [self.num_blocks, *(window.ends for window in self._windows)]
         self.changed: list[list[Stretch]] = [[] for _ in groups]
+        self.spans = [0] * len(groups)
         # Blocks that this plan puts into tables, by group: row, first index, blocks.
         self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
@@ -125,7 +130,7 @@ class GroupedBatch(InputBatch):
 
     def _label(self, row: int) -> None:
         assert self._labels is not None
-        pages = self._tables[0][0, row, : self.num_blocks[row]]
+        pages = self.tables[0][0, row, : self.num_blocks[row]]
         self._labels.label(row, self.sequences[row], int(self.num_computed[row]), pages)
 
     def restore(self, kept: KeptBlocks) -> None:
@@ -149,8 +154,10 @@ class GroupedBatch(InputBatch):
             self._fill(number, added)
         rows, starts, stops = self._computed_ranges(work)
         for window in self._windows:
-            window.check(rows, starts, stops)
-            self._pass(window, rows, starts)
+            seen = window.first_seen(starts)
+            window.check(rows, seen, stops)
+            self.spans[window.number] = int((window.ends[rows] - seen).max(initial=0))
+            self._pass(window, rows, seen)
         return work
 
     def remove(self, row: int) -> None:
@@ -163,9 +170,9 @@ class GroupedBatch(InputBatch):
             self._label(row)
             self._labels.left(row)
         super().remove(row)
-        self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
+        self.tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
         for window in self._windows:
-            self._tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
+            self.tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
 
     def flat_batch(self, work: StepWork) -> tuple[Int64s, Int64s]:
         """Return the rows and positions of ``InputBatch``, which all slots share."""
@@ -199,7 +206,7 @@ class GroupedBatch(InputBatch):
             self._check_ids(window.number, row, blocks)
             window.first[row], window.ends[row] = first, first + len(blocks)
             if first:
-                self._tables[window.number][:, row, :first] = NULL_PAGE
+                self.tables[window.number][:, row, :first] = NULL_PAGE
                 self.changed[window.number].append((row, 0, first))
             self._added[window.number].append((row, first, blocks))
         return row
@@ -230,7 +237,7 @@ class GroupedBatch(InputBatch):
         if not added:
             return
         pages = self._on_device.map(group, np.concatenate([blocks for _, _, blocks in added])).T
-        tables, changed, done = self._tables[group], self.changed[group], 0
+        tables, changed, done = self.tables[group], self.changed[group], 0
         for row, first, blocks in added:
             tables[:, row, first : first + len(blocks)] = pages[:, done : done + len(blocks)]
             changed.append((row, first, first + len(blocks)))
@@ -248,11 +255,10 @@ class GroupedBatch(InputBatch):
         at = self.num_computed[work.decoding]
         return tuple(map(np.concatenate, ((work.decoding, rows), (at, starts), (at + 1, stops))))  # type: ignore[return-value]
 
-    def _pass(self, window: _WindowTables, rows: Int64s, starts: Int64s) -> None:
-        """Replace the entries of ``rows`` [n] that no query from ``starts`` [n] on sees by the null page."""
-        seen = window.first_seen(starts)
+    def _pass(self, window: _WindowTables, rows: Int64s, seen: Int64s) -> None:
+        """Replace the entries of ``rows`` [n] before ``seen`` [n], which no query sees any more, by the null page."""
         passed = np.flatnonzero(seen > window.first[rows])
-        tables, changed = self._tables[window.number], self.changed[window.number]
+        tables, changed = self.tables[window.number], self.changed[window.number]
         for row, first in zip(rows[passed].tolist(), seen[passed].tolist(), strict=True):
             before = int(window.first[row])
             tables[:, row, before:first] = NULL_PAGE
