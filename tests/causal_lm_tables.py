@@ -83,7 +83,7 @@ def _tried(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> tuple[t
     part = text_part(_NAME, config)
     text = part.get_text_config(decoder=True)
     check_supported(_NAME, part, text)
-    return try_without_weights(_NAME, part, dtype, trust_remote_code=False), text
+    return try_without_weights(_NAME, part, dtype, trust_remote_code=False).model, text
 
 
 def row_of(kind: str, reason: str) -> str:

@@ -2,7 +2,8 @@
 
 The plan names blocks. A block of a group consists of pages, and page j of each block belongs to the same layers: the
 *slot* j of the group. So each slot has a table of its own for every row, which names pages, and its layers attend as
-the layers of a model with one group do. This module does not import torch, because the simulated runner uses it too.
+the layers of a model with one group do. ``state_tables`` has the blocks of a group of states, which is the last. This
+module does not import torch, because the simulated runner uses it too.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork, 
 from pagewise_executor.page_labels import KeptBlocks, PageLabels
 from pagewise_executor.page_map import NULL_PAGE, PageMap
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
+from pagewise_executor.state_tables import SequenceBatch, StateTables
 
 Stretch = tuple[int, int, int]
 """A stretch of a row's table: row, start, stop."""
@@ -91,6 +93,7 @@ class GroupedBatch(InputBatch):
     ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
     the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
     stretches of its tables that are new in this step. ``labels``: of the pages of the device, if they are needed.
+    ``state_batches``: of the step, if there is a group of states, which has no slots.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -103,16 +106,24 @@ class GroupedBatch(InputBatch):
             {tier: self._maps[tier].num_blocks(number) if tier in self._maps else 0 for tier in num_pages}
             for number in range(len(groups))
         ]
-        # Of each group [slots, num_rows, max_blocks]: the pages.
-        self._tables: list[Int32s] = [np.zeros((each, *self.block_tables.shape), np.int32) for each in pages_per_block]
-        self._windows = [
-            _WindowTables(number, sum(pages_per_block[:number]), group, len(self.block_tables), self.block_size)
-            for number, group in enumerate(groups[1:], 1)
+        attending = [group for group in groups if not group.state]
+        # Of each group with tables [slots, num_rows, max_blocks]: the pages.
+        self._tables: list[Int32s] = [
+            np.zeros((group.pages_per_block, *self.block_tables.shape), np.int32) for group in attending
         ]
+        num_rows, firsts = len(self.block_tables), [sum(pages_per_block[:number]) for number in range(len(groups))]
+        self._windows = [
+            _WindowTables(number, firsts[number], group, num_rows, self.block_size)
+            for number, group in enumerate(attending[1:], 1)
+        ]
+        self._states: StateTables | None = None
+        if (last := len(attending)) < len(groups):
+            self._states = StateTables(last, firsts[last], groups[last], num_rows, self._on_device)
+        self.state_batches: list[SequenceBatch] = []
         self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
-        self.changed: list[list[Stretch]] = [[] for _ in groups]
+        self.changed: list[list[Stretch]] = [[] for _ in attending]
         # Blocks that this plan puts into tables, by group: row, first index, blocks.
-        self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
+        self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in attending]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
         self.labels: PageLabels | None = None
 
@@ -127,9 +138,11 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: as of ``InputBatch``; or a table does not hold what its layers see, or pages are missing.
         """
-        self._flat, self.changed = None, [[] for _ in self.groups]
+        self._flat, self.changed = None, [[] for _ in self._tables]
         for added in self._added:
             added.clear()
+        if self._states is not None:
+            self._states.begin_plan()
         work = super().apply(plan)
         self._extend_windows(int32s(plan.windows))
         self._added[0] += ((row, start, self.block_tables[row, start:stop]) for row, start, stop in work.changed_tables)
@@ -139,6 +152,10 @@ class GroupedBatch(InputBatch):
         for window in self._windows:
             window.check(rows, starts, stops)
             self._pass(window, rows, starts)
+        if self._states is not None:
+            self._switch_states(int32s(plan.states))
+            self._states.map()
+            self.state_batches = self._states.cut(rows, starts, stops)
         return work
 
     def remove(self, row: int) -> None:
@@ -147,14 +164,15 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: the row holds none.
         """
-        held = self.sequences.get(row)
+        held, num_computed = self.sequences.get(row), int(self.num_computed[row])
         super().remove(row)
+        states = [self._states.leave(row, num_computed, self.block_size)] if self._states is not None else []
         if self.labels is not None and held is not None:
             tables = [(0, self._tables[0][:, row, : self.num_blocks[row]])]
             for window in self._windows:
                 first, end = int(window.first[row]), int(window.ends[row])
                 tables.append((first, self._tables[window.number][:, row, first:end]))
-            self.labels.left(row, held, int(self.num_computed[row]), tables)
+            self.labels.left(row, held, num_computed, [*tables, *states])
         self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
         for window in self._windows:
             self._tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
@@ -172,23 +190,38 @@ class GroupedBatch(InputBatch):
             for row, start, stop in changed:
                 computed = int(self.num_computed[row]) // self.block_size
                 found.append(tables[:, row, max(start, computed) : stop].ravel())
+        if self._states is not None:
+            found.append(self._states.pages_of(self._states.written).ravel())
         return np.concatenate([np.zeros(0, np.int32), *found])
 
     def advance(self, work: StepWork) -> None:
         """Count the tokens of an issued step as ``InputBatch`` does."""
         self._flat = None
         super().advance(work)
+        if self._states is None or self.labels is None:
+            return
+        for row, num_tokens, block in self._states.snapshots:
+            if num_tokens % self.block_size == 0:
+                index, pages = num_tokens // self.block_size - 1, self._states.pages_of([block]).T
+                self.labels.passed(row, self._states.slot, index, pages)
 
     def _check_groups(self, plan: StepPlan) -> None:
         if plan.moves:
             raise InvalidPlanError("segments are not moved in a model with several groups of layers")
+        if self._states is None and plan.states:
+            raise InvalidPlanError("the plan has blocks of states, but the model has no recurrent layers")
+        if self._states is not None and plan.drafts:
+            raise InvalidPlanError("drafts are not verified by a model with recurrent layers, which cannot go back")
         for new in plan.joined:
-            if len(new.windows) != len(self._windows):
-                raise InvalidPlanError(f"row {new.row} joins with {len(new.windows)} of {len(self._windows)} windows")
+            if len(new.windows) != len(self.groups) - 1:
+                raise InvalidPlanError(f"row {new.row} joins with {len(new.windows)} of {len(self.groups) - 1} windows")
 
     def _join(self, new: NewSequence, sampling: SamplingParams) -> int:
         row = super()._join(new, sampling)
-        for window, (first, packed) in zip(self._windows, new.windows, strict=True):
+        if self._states is not None:
+            num_tokens, packed = new.windows[-1]
+            self._states.join(row, num_tokens, int32s(packed))
+        for window, (first, packed) in zip(self._windows, new.windows, strict=False):
             blocks, most = int32s(packed), self.block_tables.shape[1]
             if not 0 <= first <= first + len(blocks) <= most:
                 raise InvalidPlanError(f"row {row} joins with blocks {first} to {first + len(blocks)} of {most}")
@@ -206,8 +239,8 @@ class GroupedBatch(InputBatch):
         for row, group, block in triples.reshape(-1, 3).tolist():
             if row not in self.sequences:
                 raise InvalidPlanError(f"row {row} gets a block of group {group} but holds no sequence")
-            if not 1 <= group < len(self.groups):
-                raise InvalidPlanError(f"row {row} gets a block of group {group} of {len(self.groups)}")
+            if not 1 <= group < len(self._tables):
+                raise InvalidPlanError(f"row {row} gets a block of group {group} of {len(self._tables)} with tables")
             blocks = np.array([block], np.int32)
             self._check_ids(group, row, blocks)
             ends = self._windows[group - 1].ends
@@ -215,6 +248,15 @@ class GroupedBatch(InputBatch):
                 raise InvalidPlanError(f"row {row} gets more than {end} blocks of group {group}")
             self._added[group].append((row, end, blocks))
             ends[row] = end + 1
+
+    def _switch_states(self, quadruples: Int32s) -> None:
+        if len(quadruples) % 4:
+            raise InvalidPlanError("switches of states come in quadruples of row, group, number of tokens and block")
+        assert self._states is not None
+        for row, group, num_tokens, block in quadruples.reshape(-1, 4).tolist():
+            if row not in self.sequences or group != self._states.number:
+                raise InvalidPlanError(f"row {row} switches its states of group {group}, which it does not have")
+            self._states.switch(row, num_tokens, block)
 
     def _check_ids(self, group: int, row: int, blocks: Int32s) -> None:
         size = self._sizes[group][DEVICE]
