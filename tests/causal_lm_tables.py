@@ -2,27 +2,33 @@
 
     python -m tests.causal_lm_tables [--check]
 
-It tries a tiny model of each family without weights, as an executor does before it reads any, which takes a minute. The
-long tests of tests/executor/models/test_every_causal_lm.py compare the tokens of each family that is served.
+It tries a tiny model of each family without weights, as an executor does before it reads any, and loads a rank's part
+of those that are served, which takes two minutes. The long tests of tests/executor/models/test_every_causal_lm.py
+compare the tokens of each family that is served, and tests/executor/ranks/test_every_family.py those of two ranks.
 """
 
 import argparse
 import logging
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.kv.kv_pool import bytes_per_block
+from pagewise_executor.models.aliases import ALIASES
+from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.text_part import text_part
 from pagewise_executor.models.trial import try_without_weights
+from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
-from tests.every_causal_lm import causal_lms, tiny_config
+from tests.every_causal_lm import build_tiny, causal_lms, tiny_config
 
 DOCUMENT = Path(__file__).parents[1] / "docs/models.md"
 
@@ -79,6 +85,18 @@ def reason_of(error: str) -> str:
     return error.partition(")")[2].lstrip().removesuffix(f"; {SERVED}")
 
 
+def undivided(config: transformers.PreTrainedConfig) -> str:
+    """The reason why the text part of such a model cannot be divided between two ranks; empty: it can."""
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny(text_part(_NAME, config), Path(folder))
+        try:
+            load_model(ExecutorConfig(model=folder, device="cpu", dtype="float32", kernels="torch"), Ranks(0, 2))
+        except ModelError as error:
+            reason = str(error).replace(f"{folder}: ", "").replace(f"a rank's part of {folder}", "a rank's part of it")
+            return re.sub(r"^--tensor-parallel( 2)?: ", "", reason.replace(folder, "it"))
+    return ""
+
+
 def _tried(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
     part = text_part(_NAME, config)
     text = part.get_text_config(decoder=True)
@@ -86,15 +104,20 @@ def _tried(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> tuple[t
     return try_without_weights(_NAME, part, dtype, trust_remote_code=False).model, text
 
 
-def row_of(kind: str, reason: str) -> str:
-    """The row of a family; ``reason``: why it is refused, or empty."""
-    return f"| `{kind}` | {'refused' if reason else 'served'} | {reason.replace('|', '/')} |"
+def row_of(kind: str) -> str:
+    """The row of a family."""
+    if (alias := ALIASES.get(kind)) is not None:
+        return row_of(alias).replace(f"`{alias}` | served", f"`{kind}` | served as `{alias}`")
+    if reason := refusal(tiny_config(kind)):
+        return f"| `{kind}` | refused | | {reason.replace('|', '/')} |"
+    why = undivided(tiny_config(kind))
+    return f"| `{kind}` | served | {'' if why else 'yes'} | {why} |"
 
 
 def families_table() -> str:
     """One row for each causal LM of transformers."""
-    rows = [row_of(kind, refusal(tiny_config(kind))) for kind in sorted(causal_lms())]
-    return "\n".join(["| model_type | | why |", "|---|---|---|", *rows])
+    rows = [row_of(kind) for kind in sorted({*causal_lms(), *ALIASES})]
+    return "\n".join(["| model_type | | ranks | why not |", "|---|---|---|---|", *rows])
 
 
 def memory_table() -> str:

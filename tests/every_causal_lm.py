@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from pagewise_executor.models.latents import register_mistral4
+from safetensors.torch import load_file, save_file
 
 from tests.model_builders import VOCAB_SIZE
 
@@ -184,7 +185,14 @@ def tiny_settings(config: type[transformers.PreTrainedConfig], sizes: Mapping[st
 
 
 def build_tiny(config: transformers.PreTrainedConfig, path: Path) -> transformers.PreTrainedModel:
-    """Save a random model of this configuration, with weights so large that attention decides what comes next."""
+    """Save a random model of this configuration, with weights so large that attention decides what comes next.
+
+    Of Gemma 3n, whose image encoder is made by another library (timm), this is the text part, saved as of the whole.
+    """
+    if config.model_type == "gemma3n":
+        model = build_tiny(config.get_text_config(), path)
+        _save_as_whole(config, path)
+        return model
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -194,3 +202,13 @@ def build_tiny(config: transformers.PreTrainedConfig, path: Path) -> transformer
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     model.save_pretrained(path)
     return model.eval()
+
+
+def _save_as_whole(config: transformers.PreTrainedConfig, path: Path) -> None:
+    """Make the checkpoint of a text part that of a multimodal model, as they are on the hub."""
+    weights = load_file(path / "model.safetensors")
+    whole = {f"model.language_model.{name.removeprefix('model.')}": weight for name, weight in weights.items()}
+    whole["model.vision_tower.timm_model.conv_stem.conv.weight"] = torch.ones(2, 3, 3, 3)
+    save_file(whole, path / "model.safetensors", {"format": "pt"})
+    config.architectures = ["Gemma3nForConditionalGeneration"]
+    config.save_pretrained(path)

@@ -152,7 +152,23 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
         },
     ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        _DECODER
+        | {
+            "head_dim": 16,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": True,
+        },
+    ),
+    "minimax_m2": ("MiniMaxM2Config", _DECODER | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmo3": ("Olmo3Config", _DECODER | {"num_hidden_layers": 4, "sliding_window": 9}),
+    # A norm over all heads that has the size of the hidden state, whatever the heads are.
+    "olmoe": ("OlmoeConfig", _DECODER | {"num_experts": 4, "num_experts_per_tok": 2}),
     "mixtral": ("MixtralConfig", _DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (
         "Qwen2MoeConfig",

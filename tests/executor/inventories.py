@@ -61,7 +61,7 @@ def run_and_kill(model_path: Path, folder: Path, *kind: str) -> None:
 
 def store_groups(path: Path, folder: Path) -> None:
     """Copy the full blocks of a prompt to the host, those of the second group in two lists."""
-    played = Played(path, 1, folder)
+    played = Played(build_runner(path, host_folder=folder))
     played.rejoin(keep=False)
     full, windows = played.compute(PROMPTS[3])
     parts = (full, range(7), 0), (windows[:5], range(5), 1), (windows[5:], (9, 7), 1)

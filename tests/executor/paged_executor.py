@@ -5,14 +5,20 @@ from collections.abc import Sequence
 import numpy as np
 from pagewise_executor.grouped_batch import GroupedBatch, SlotBatch
 from pagewise_executor.input_batch import StepWork, accept, kept_tokens
+from pagewise_executor.page_labels import PageLabels
 from pagewise_executor.page_map import NULL_PAGE
+from pagewise_executor.tiers.block_names import chain
+from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.protocol import DEVICE, LayerGroup, StepPlan, StepResult, pack_int32s
 
 from tests.scheduler.core.checking_executor import next_token
 
 
 class PagedExecutor:
-    """``content``: by page and offset, the slot of a group that was written there, and the tokens up to that one."""
+    """``content``: by page and offset, the slot of a group that was written there, and the tokens up to that one.
+
+    ``roots``: of the block hashes of sequences.
+    """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: int, block_size: int, max_model_len: int) -> None:
         self.groups, self.num_pages, self.block_size, self.longest = groups, num_pages, block_size, max_model_len
@@ -23,6 +29,9 @@ class PagedExecutor:
         self.batch = GroupedBatch(
             self.groups, {DEVICE: self.num_pages}, num_rows=8, max_model_len=self.longest, block_size=self.block_size
         )
+        self.labels = PageLabels(1 + self.num_pages, self.block_size)
+        self.batch.label_with(self.labels)
+        self.roots: set[BlockHash] = set()
         self.content: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.tables = [view.block_tables.copy() for view in self.batch.slots]  # as an attention backend copies them
 
@@ -30,6 +39,8 @@ class PagedExecutor:
         batch = self.batch
         work = batch.apply(plan)
         self._follow_changes()
+        self.labels.forget(batch.overwritten(work))
+        self.roots |= {BlockHash(new.root) for new in plan.joined}
         for job in work.copies:
             assert job.source == job.target == DEVICE
             size = range(self.block_size)
@@ -58,7 +69,17 @@ class PagedExecutor:
             if is_kept:
                 batch.sequences[row].sampled.append(token)
         batch.advance(work)
+        if plan.step % 8 == 0:
+            self.check_labels()
         return StepResult(plan.epoch, plan.step, pack_int32s(drawn))
+
+    def check_labels(self) -> None:
+        """What is in a page is what its label says."""
+        for page, label in self.labels.known().items():
+            slots, tokens = zip(*(self.content[page, at] for at in range(self.block_size)), strict=True)
+            assert set(slots) == {int.from_bytes(label[HASH_BYTES:], "little")}
+            hashes = {chain(root, pack_int32s(tokens[-1]), self.block_size)[-1].hash for root in self.roots}
+            assert label[:HASH_BYTES] in hashes
 
     def _tokens(self, work: StepWork) -> dict[int, list[int]]:
         tokens = {row: [*held.tokens.tolist(), *held.sampled] for row, held in self.batch.sequences.items()}

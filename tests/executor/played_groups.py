@@ -3,10 +3,12 @@
 import queue
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.tiers.block_names import chain
+from pagewise_scheduler.server.executor_checks import checked_inventory
 from pagewise_shared.block_hash import BlockHash, root_hash
 from pagewise_shared.protocol import (
     DEVICE,
@@ -33,18 +35,15 @@ def _sampled(result: StepResult) -> list[float]:
 class Played:
     """A runner with the lists of copies that it confirms.
 
-    ``first``: what came behind the prompt that was computed last. ``epoch``: of its first Welcome. ``host_folder``: of
-    host memory that outlives the process.
+    ``first``: what came behind the prompt that was computed last.
     """
 
-    def __init__(self, path: Path, epoch: int, host_folder: Path | None = None, **options: object) -> None:
-        self.runner: ModelRunner = build_runner(path, exchange=peers_at(), host_folder=host_folder, **options)
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
         self.copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
-        self.runner.report_to(self.copied.put)  # type: ignore[arg-type]
-        self.epoch, self.step = epoch, 0
+        runner.report_to(self.copied.put)  # type: ignore[arg-type]
+        self.epoch, self.step = 0, 0
         self.first: list[float] = []
-        if host_folder is None:  # else its blocks are to be offered first
-            self.runner.reset(Welcome(epoch, 4, 64))
 
     @property
     def root(self) -> BlockHash:
@@ -55,37 +54,42 @@ class Played:
         """The hashes of the full blocks of a prompt."""
         return [name.hash for name in chain(self.root, pack_int32s(tokens), BLOCK_SIZE)]
 
+    def offered(self) -> list[dict[int, dict[BlockHash, int]]]:
+        """The inventory, by group and tier, as the scheduler checks it."""
+        return checked_inventory(msgspec.structs.replace(self.runner.info, inventory=self.runner.inventory()))
+
     def execute(self, **fields: object) -> StepResult:
         self.step += 1
         plan = GroupedStepPlan(self.epoch, self.step, **fields)  # type: ignore[arg-type]
         return self.runner.execute(plan).result()
 
-    def rejoin(self, *, keep: bool) -> None:
+    def rejoin(self, *, keep: bool, epoch: int | None = None) -> None:
         """A Welcome with a new epoch."""
-        self.epoch, self.step = self.epoch + 1, 0
+        self.epoch, self.step = epoch or self.epoch + 1, 0
         self.runner.reset(Welcome(self.epoch, 4, 64, keeps_blocks=keep))
 
     def begin(
-        self, tokens: list[int], blocks: list[int], window: tuple[int, list[int]], num_computed: int = 0
+        self, tokens: list[int], blocks: list[int], window: tuple[int, list[int]], num_computed: int = 0, row: int = 0
     ) -> NewSequence:
-        """A sequence that joins in row 0 with these blocks of the two groups."""
+        """A sequence that joins with these blocks of the two groups."""
         first, held = window
         return NewSequence(
-            0, pack_int32s(tokens), len(tokens), num_computed, pack_int32s(blocks), GREEDY, self.root,
+            row, pack_int32s(tokens), len(tokens), num_computed, pack_int32s(blocks), GREEDY, self.root,
             windows=((first, pack_int32s(held)),),
         )  # fmt: skip
 
-    def compute(self, tokens: list[int], free: int = 1) -> tuple[list[int], list[int]]:
-        """Compute a prompt in two chunks, in blocks whose ids follow each other; returns the full ones of both groups.
+    def compute(self, tokens: list[int], *, leave: bool = True) -> tuple[list[int], list[int]]:
+        """Compute a prompt in two chunks; returns its full blocks of both groups.
 
-        ``free``: the first id. When the second chunk comes, the window has passed most blocks of the first.
+        When the second chunk comes, the window has passed most blocks of the first. ``leave``: the row leaves then.
         """
-        end = free + -(-len(tokens) // BLOCK_SIZE)
-        blocks, windows = list(range(free, end)), list(range(end, free - 1, -1))[: end - free]
+        end = 1 + -(-len(tokens) // BLOCK_SIZE)
+        blocks, windows = list(range(1, end)), list(range(end, 1, -1))
         half = len(tokens) // 2
         self.execute(joined=(self.begin(tokens, blocks, (0, windows)),), chunks=((0, half),))
         self.first = _sampled(self.execute(chunks=((0, len(tokens) - half),)))
-        self.execute(left=(0,))
+        if leave:
+            self.execute(left=(0,))
         full = len(tokens) // BLOCK_SIZE
         return blocks[:full], windows[:full]
 
@@ -112,3 +116,10 @@ class Played:
         pages = batch._maps[DEVICE].pages(group, np.array([block], np.int32))[0]
         assert pages.all()
         return self.runner._pool.gather(pages).copy()  # type: ignore[no-any-return]
+
+
+def play(path: Path, epoch: int, **options: object) -> Played:
+    """A runner that has joined."""
+    played = Played(build_runner(path, exchange=peers_at(), **options))  # type: ignore[arg-type]
+    played.rejoin(keep=False, epoch=epoch)
+    return played

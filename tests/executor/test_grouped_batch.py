@@ -3,15 +3,18 @@
 import random
 from collections import deque
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.input_batch import InputBatch
+from pagewise_executor.page_labels import KeptBlocks
 from pagewise_executor.page_map import NULL_PAGE
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.core.features.registry import FeatureOptions
+from pagewise_scheduler.core.memory.prefix_tree import ancestors, hash_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
@@ -20,6 +23,7 @@ from pagewise_shared.protocol import (
     DEVICE,
     BlockCopies,
     GroupedStepPlan,
+    Inventory,
     LayerGroup,
     NewSequence,
     SegmentMove,
@@ -27,6 +31,7 @@ from pagewise_shared.protocol import (
     StepResult,
     decode_from_scheduler,
     encode,
+    named_blocks,
     pack_int32s,
 )
 from pagewise_shared.sampling import SamplingParams
@@ -87,6 +92,33 @@ def _check_pages(rng: random.Random, drafts: bool) -> None:
     requests, in_flight = drive_at_random(rng, scheduler, executor, lambda plan: execute(executor, plan), LONGEST)
     run_to_end(scheduler, executor, in_flight)
     check_tokens(requests)
+    check_inventory(scheduler, executor)
+
+
+def check_inventory(scheduler: Scheduler, executor: PagedExecutor) -> None:
+    """All that the scheduler keeps without requests is offered, with the pages that hold it."""
+    batch, kv = executor.batch, scheduler.kv
+    assert isinstance(kv, GroupedKVCacheManager)
+    for row in list(batch.sequences):
+        batch.remove(row)
+    executor.check_labels()
+    kept = KeptBlocks([group.pages_per_block for group in executor.groups])
+    inventory = kept.offer({DEVICE: executor.labels.known()}, 10**6) or Inventory()
+    ids = [named_blocks(inventory, group).get(DEVICE, {}) for group in range(len(executor.groups))]
+    for group in kv.windows:
+        for node, snapshot in group.at.items():
+            path = [hash_of(one) for one in ancestors(snapshot.node)][::-1]
+            assert set(path[snapshot.first :]) <= set(ids[group.number])
+            assert {hash_of(one) for one in ancestors(node)} <= set(ids[0])
+    fresh = PagedExecutor(executor.groups, executor.num_pages, executor.block_size, LONGEST).batch
+    fresh.restore(kept)
+    for number, (named, group) in enumerate(zip(ids, executor.groups, strict=True)):
+        if named:
+            pages = fresh._maps[DEVICE].pages(number, np.array(list(named.values()), np.int32))
+            labels = [executor.labels.of(held) for held in pages.tolist()]
+            assert [[label[:32] for label in held if label] for held in labels] == [
+                [name] * group.pages_per_block for name in named
+            ]
 
 
 # ---- plans that cannot be ----------------------------------------------------------------------------------

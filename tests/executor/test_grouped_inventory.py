@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from pagewise_executor import group_choice
@@ -12,14 +11,13 @@ from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_scheduler.core.memory.prefix_tree import ancestors, hash_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
-from pagewise_scheduler.server.executor_checks import checked_inventory
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, BlockCopies, RemoteTier, pack_int32s, unpack_int32s
 
 from tests.executor.driver import arena_of
 from tests.executor.inventories import PROMPTS, run_and_kill, serve
-from tests.executor.played_groups import Played
-from tests.executor.runners import host_of
+from tests.executor.played_groups import Played, play
+from tests.executor.runners import build_runner, host_of
 from tests.model_builders import build_model
 
 PROMPT = PROMPTS[3]
@@ -40,17 +38,12 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_choice, "_one_group", lambda *_: "")
 
 
-def offered(played: Played) -> list[dict[int, dict[BlockHash, int]]]:
-    """The inventory, by group and tier, as the scheduler checks it."""
-    return checked_inventory(msgspec.structs.replace(played.runner.info, inventory=played.runner.inventory()))
-
-
 def pairs(each: Iterable[tuple[int, int]]) -> bytes:
     return pack_int32s(chain.from_iterable(each))
 
 
 def test_what_a_scheduler_has_kept_is_offered_with_its_content(model_path: Path) -> None:
-    played = Played(model_path, 1, host_memory=None)
+    played = play(model_path, 1, host_memory=None)
     info = played.runner.info
     scheduler = Scheduler(
         num_blocks=info.num_blocks, block_size=info.block_size, max_num_seqs=4, max_num_batched_tokens=64,
@@ -66,7 +59,7 @@ def test_what_a_scheduler_has_kept_is_offered_with_its_content(model_path: Path)
         held |= {(0, hash_of(one)): one.block for one in ancestors(node)}
     assert len(held) > 2 * (60 + 40) // 8 * len(PROMPTS) * 0.8, "of prompts and answers"
     before = {key: played.content(key[0], block) for key, block in held.items()}
-    found = offered(played)
+    found = played.offered()
     played.rejoin(keep=True)
     for (group, name), content in before.items():
         assert (played.content(group, found[group][DEVICE][name]) == content).all()
@@ -74,11 +67,11 @@ def test_what_a_scheduler_has_kept_is_offered_with_its_content(model_path: Path)
 
 
 def test_sequences_go_on_from_the_blocks_of_an_inventory(model_path: Path) -> None:
-    played = Played(model_path, 1, host_memory=None)
+    played = play(model_path, 1, host_memory=None)
     played.compute(PROMPT)
     names = played.hashes(PROMPT)
     for _ in range(3):  # one session after the other
-        full, windows = (held[DEVICE] for held in offered(played))
+        full, windows = (held[DEVICE] for held in played.offered())
         assert set(full) == set(windows) == set(names), "the row has passed window blocks that nobody has overwritten"
         played.rejoin(keep=True)
         blocks = [full[name] for name in names]
@@ -90,9 +83,9 @@ def test_sequences_go_on_from_the_blocks_of_an_inventory(model_path: Path) -> No
 
 
 def test_exactly_the_blocks_of_an_inventory_have_pages(model_path: Path) -> None:
-    played = Played(model_path, 1, host_memory=None)
+    played = play(model_path, 1, host_memory=None)
     played.compute(PROMPT)
-    found = offered(played)
+    found = played.offered()
     played.rejoin(keep=True)
     batch, info = played.runner._batch, played.runner.info
     assert isinstance(batch, GroupedBatch)
@@ -113,7 +106,7 @@ def test_exactly_the_blocks_of_an_inventory_have_pages(model_path: Path) -> None
 
 
 def test_overwritten_blocks_are_not_offered(model_path: Path) -> None:
-    played = Played(model_path, 1, host_memory=None)
+    played = play(model_path, 1, host_memory=None)
     blocks, windows = played.compute(PROMPT)
     names = played.hashes(PROMPT)
     # By another row, which leaves before its block is full, and by a copy of a block that has no name.
@@ -124,17 +117,42 @@ def test_overwritten_blocks_are_not_offered(model_path: Path) -> None:
         BlockCopies(DEVICE, DEVICE, pack_int32s([windows[1], windows[6]]), group=1),
     )
     played.execute(left=(0,))
-    full, window = (held[DEVICE] for held in offered(played))
+    full, window = (held[DEVICE] for held in played.offered())
     assert set(full) == set(names) - {names[2], names[4]}
     assert set(window) == set(names) - {names[1], names[6]}
+    # A block that its row has passed, before the row leaves.
+    played.rejoin(keep=False)
+    _, windows = played.compute(PROMPT, leave=False)
+    played.copy(BlockCopies(DEVICE, DEVICE, pack_int32s([windows[6], windows[1]]), group=1))
+    _, window = (held[DEVICE] for held in played.offered())
+    assert set(window) >= set(names) - {names[1]}
+    assert names[1] not in window
+    played.runner.close()
+
+
+def test_a_block_that_a_running_row_has_passed_is_known_on_the_host(model_path: Path) -> None:
+    """Also if its pages go to another block, of the other group, in the plan that copies it."""
+    played = play(model_path, 1)
+    _, windows = played.compute(PROMPT, leave=False)
+    name, content = played.hashes(PROMPT)[1], played.content(1, windows[1])
+    new = played.begin(PROMPT[:5], [FREE], (0, [FREE]), row=1)
+    freed = pack_int32s([DEVICE, 1, windows[1]])
+    copies = BlockCopies(DEVICE, HOST, pack_int32s([windows[1], 3]), group=1)
+    played.copy(copies, joined=(new,), chunks=((1, 4),), unmapped=freed)
+    full, window = played.offered()
+    assert list(window[HOST]) == [name]
+    assert HOST not in full
+    played.rejoin(keep=True)
+    played.copy(BlockCopies(HOST, DEVICE, pack_int32s([window[HOST][name], FREE]), group=1))
+    assert (played.content(1, FREE) == content).all()
     played.runner.close()
 
 
 def test_a_host_is_found_again_with_the_blocks_of_all_groups(model_path: Path, tmp_path: Path) -> None:
     run_and_kill(model_path, tmp_path, "groups")
-    played = Played(model_path, 1, tmp_path, verify_copies=False)
+    played = Played(build_runner(model_path, host_folder=tmp_path, verify_copies=False))
     names = played.hashes(PROMPT)
-    found = offered(played)
+    found = played.offered()
     assert [{tier: set(held) for tier, held in group.items()} for group in found] == [{HOST: set(names)}] * 2
     played.rejoin(keep=True)
     full, windows = (held[HOST] for held in found)
@@ -148,7 +166,7 @@ def test_a_host_is_found_again_with_the_blocks_of_all_groups(model_path: Path, t
     )
     assert [(one.group, unpack_int32s(one.bad).tolist()) for one in told] == [(0, []), (1, [2])]
     resumed = played.resume(PROMPT, list(range(LAST)), (LAST - 1, [1]), FREE)
-    again = offered(played)
+    again = played.offered()
     assert set(again[1][HOST]) == set(names), "what was loaded stays on the host"
     assert set(again[1][DEVICE]) == {names[-1]}
     played.rejoin(keep=False)
@@ -159,9 +177,9 @@ def test_a_host_is_found_again_with_the_blocks_of_all_groups(model_path: Path, t
 
 
 def test_other_executors_fetch_blocks_of_an_inventory(model_path: Path) -> None:
-    lender, borrower = Played(model_path, 5, host_memory=None), Played(model_path, 2, host_memory=None)
+    lender, borrower = play(model_path, 5, host_memory=None), play(model_path, 2, host_memory=None)
     lender.compute(PROMPT)
-    names, (full, window) = lender.hashes(PROMPT), (held[DEVICE] for held in offered(lender))
+    names, (full, window) = lender.hashes(PROMPT), (held[DEVICE] for held in lender.offered())
     lender.rejoin(keep=True)
     lender.execute()
     peer = RemoteTier(lender.runner.info.block_endpoint, lender.epoch, lender.step)

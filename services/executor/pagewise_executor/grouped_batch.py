@@ -8,7 +8,7 @@ module does not import torch, because the simulated runner uses it too.
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork, 
 from pagewise_executor.page_labels import KeptBlocks, PageLabels
 from pagewise_executor.page_map import NULL_PAGE, PageMap
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
-from pagewise_executor.state_tables import SequenceBatch, StateTables
+from pagewise_executor.state_tables import SequenceBatch, StateSnapshot, StateTables
 
 Stretch = tuple[int, int, int]
 """A stretch of a row's table: row, start, stop."""
@@ -51,13 +51,12 @@ class SlotBatch:
 
 
 class _WindowTables:
-    """The tables of a group of windowed layers. ``number``: of the group. ``slot``: its first one.
+    """The tables of a group of windowed layers. ``number``: of the group.
 
     ``first`` [num_rows]: the first entry that is not null; ``ends`` [num_rows]: the number of valid entries.
     """
 
-    def __init__(self, number: int, slot: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
-        self.slot = slot
+    def __init__(self, number: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
         self.number, self._window, self._chunked, self._block_size = number, group.window, group.chunked, block_size
         self.first: Int64s = np.zeros(num_rows, np.int64)
         self.ends: Int64s = np.zeros(num_rows, np.int64)
@@ -92,8 +91,8 @@ class GroupedBatch(InputBatch):
     ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
     ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
     the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
-    stretches of its tables that are new in this step. ``labels``: of the pages of the device, if they are needed.
-    ``state_batches``: of the step, if there is a group of states, which has no slots.
+    stretches of its tables that are new in this step. ``state_batches``: of the step, if there is a group of states,
+    which has no slots and no tables.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -106,26 +105,36 @@ class GroupedBatch(InputBatch):
             {tier: self._maps[tier].num_blocks(number) if tier in self._maps else 0 for tier in num_pages}
             for number in range(len(groups))
         ]
-        attending = [group for group in groups if not group.state]
-        # Of each group with tables [slots, num_rows, max_blocks]: the pages.
-        self._tables: list[Int32s] = [
-            np.zeros((group.pages_per_block, *self.block_tables.shape), np.int32) for group in attending
-        ]
-        num_rows, firsts = len(self.block_tables), [sum(pages_per_block[:number]) for number in range(len(groups))]
+        self._first_slots = [sum(pages_per_block[:group]) for group in range(len(groups))]
+        num_rows, attending = len(self.block_tables), [group for group in groups if not group.state]
+        # The pages [slots, num_rows, max_blocks], of all groups with tables and of each.
+        slots = [group.pages_per_block for group in attending]
+        self._all_tables: Int32s = np.zeros((sum(slots), *self.block_tables.shape), np.int32)
+        self._tables: list[Int32s] = np.split(self._all_tables, np.cumsum(slots)[:-1])
         self._windows = [
-            _WindowTables(number, firsts[number], group, num_rows, self.block_size)
-            for number, group in enumerate(attending[1:], 1)
+            _WindowTables(number, group, num_rows, self.block_size) for number, group in enumerate(attending[1:], 1)
         ]
         self._states: StateTables | None = None
         if (last := len(attending)) < len(groups):
-            self._states = StateTables(last, firsts[last], groups[last], num_rows, self._on_device)
+            self._states = StateTables(last, num_rows, self._on_device)
         self.state_batches: list[SequenceBatch] = []
         self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
         self.changed: list[list[Stretch]] = [[] for _ in attending]
         # Blocks that this plan puts into tables, by group: row, first index, blocks.
         self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in attending]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
-        self.labels: PageLabels | None = None
+        self._labels: PageLabels | None = None
+        self._overwritten: list[Int32s] = []  # pages without computed tokens that this plan puts into tables
+
+    def label_with(self, labels: PageLabels) -> None:
+        """Keep the labels of the device's pages up to date."""
+        self._labels = labels
+        labels.attach(self._all_tables)
+
+    def _label(self, row: int) -> None:
+        assert self._labels is not None
+        pages = self._tables[0][0, row, : self.num_blocks[row]]
+        self._labels.label(row, self.sequences[row], int(self.num_computed[row]), pages)
 
     def restore(self, kept: KeptBlocks) -> None:
         """Give the blocks of an inventory that stays valid their pages. No plan has come yet."""
@@ -138,7 +147,7 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: as of ``InputBatch``; or a table does not hold what its layers see, or pages are missing.
         """
-        self._flat, self.changed = None, [[] for _ in self._tables]
+        self._flat, self.changed, self._overwritten = None, [[] for _ in self._tables], []
         for added in self._added:
             added.clear()
         if self._states is not None:
@@ -154,7 +163,7 @@ class GroupedBatch(InputBatch):
             self._pass(window, rows, starts)
         if self._states is not None:
             self._switch_states(int32s(plan.states))
-            self._states.map()
+            self._overwritten.append(self._states.map().ravel())
             self.state_batches = self._states.cut(rows, starts, stops)
         return work
 
@@ -164,15 +173,13 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: the row holds none.
         """
-        held, num_computed = self.sequences.get(row), int(self.num_computed[row])
+        if row in self.sequences:
+            if self._states is not None:
+                self._note(self._states.leave(row, int(self.num_computed[row])))
+            if self._labels is not None:
+                self._label(row)
+                self._labels.left(row)
         super().remove(row)
-        states = [self._states.leave(row, num_computed, self.block_size)] if self._states is not None else []
-        if self.labels is not None and held is not None:
-            tables = [(0, self._tables[0][:, row, : self.num_blocks[row]])]
-            for window in self._windows:
-                first, end = int(window.first[row]), int(window.ends[row])
-                tables.append((first, self._tables[window.number][:, row, first:end]))
-            self.labels.left(row, held, num_computed, [*tables, *states])
         self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
         for window in self._windows:
             self._tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
@@ -184,26 +191,25 @@ class GroupedBatch(InputBatch):
         return self._flat[1]
 
     def overwritten(self, work: StepWork) -> Int32s:
-        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks."""
-        found = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
-        for tables, changed in zip(self._tables, self.changed, strict=True):
-            for row, start, stop in changed:
-                computed = int(self.num_computed[row]) // self.block_size
-                found.append(tables[:, row, max(start, computed) : stop].ravel())
-        if self._states is not None:
-            found.append(self._states.pages_of(self._states.written).ravel())
-        return np.concatenate([np.zeros(0, np.int32), *found])
+        """Return the pages of the device that are written to, as ``InputBatch`` returns blocks, if they have labels."""
+        targets = [job.pairs[:, 1] for job in work.copies if job.target == DEVICE]
+        return np.concatenate([np.zeros(0, np.int32), *targets, *self._overwritten])
 
     def advance(self, work: StepWork) -> None:
         """Count the tokens of an issued step as ``InputBatch`` does."""
         self._flat = None
         super().advance(work)
-        if self._states is None or self.labels is None:
+        if self._states is not None:
+            self._note(self._states.snapshots)
+
+    def _note(self, snapshots: Iterable[StateSnapshot]) -> None:
+        """Note the pages of states that stay as they are behind the last token of a block."""
+        if self._labels is None or self._states is None:
             return
-        for row, num_tokens, block in self._states.snapshots:
+        for row, num_tokens, block in snapshots:
             if num_tokens % self.block_size == 0:
-                index, pages = num_tokens // self.block_size - 1, self._states.pages_of([block]).T
-                self.labels.passed(row, self._states.slot, index, pages)
+                rows, indices = np.array([row]), np.array([num_tokens // self.block_size - 1])
+                self._labels.note(rows, self._first_slots[-1], indices, self._states.pages_of([block]).T)
 
     def _check_groups(self, plan: StepPlan) -> None:
         if plan.moves:
@@ -212,9 +218,10 @@ class GroupedBatch(InputBatch):
             raise InvalidPlanError("the plan has blocks of states, but the model has no recurrent layers")
         if self._states is not None and plan.drafts:
             raise InvalidPlanError("drafts are not verified by a model with recurrent layers, which cannot go back")
+        wanted = len(self.groups) - 1
         for new in plan.joined:
-            if len(new.windows) != len(self.groups) - 1:
-                raise InvalidPlanError(f"row {new.row} joins with {len(new.windows)} of {len(self.groups) - 1} windows")
+            if len(new.windows) != wanted:
+                raise InvalidPlanError(f"row {new.row} joins with {len(new.windows)} of {wanted} windows")
 
     def _join(self, new: NewSequence, sampling: SamplingParams) -> int:
         row = super()._join(new, sampling)
@@ -240,7 +247,7 @@ class GroupedBatch(InputBatch):
             if row not in self.sequences:
                 raise InvalidPlanError(f"row {row} gets a block of group {group} but holds no sequence")
             if not 1 <= group < len(self._tables):
-                raise InvalidPlanError(f"row {row} gets a block of group {group} of {len(self._tables)} with tables")
+                raise InvalidPlanError(f"row {row} gets a block of group {group} of {len(self._tables)}")
             blocks = np.array([block], np.int32)
             self._check_ids(group, row, blocks)
             ends = self._windows[group - 1].ends
@@ -273,6 +280,11 @@ class GroupedBatch(InputBatch):
             tables[:, row, first : first + len(blocks)] = pages[:, done : done + len(blocks)]
             changed.append((row, first, first + len(blocks)))
             done += len(blocks)
+        if self._labels is not None:
+            rows = np.repeat([row for row, _, _ in added], [len(blocks) for _, _, blocks in added])
+            indices = np.concatenate([np.arange(first, first + len(blocks)) for _, first, blocks in added])
+            self._labels.note(rows, self._first_slots[group], indices, pages)
+            self._overwritten.append(pages[:, indices >= self.num_computed[rows] // self.block_size].ravel())
 
     def _computed_ranges(self, work: StepWork) -> tuple[Int64s, Int64s, Int64s]:
         """Return the rows that compute, and the positions [start, stop) that each computes [n]."""
@@ -288,8 +300,6 @@ class GroupedBatch(InputBatch):
         tables, changed = self._tables[window.number], self.changed[window.number]
         for row, first in zip(rows[passed].tolist(), seen[passed].tolist(), strict=True):
             before = int(window.first[row])
-            if self.labels is not None:
-                self.labels.passed(row, window.slot, before, tables[:, row, before:first])
             tables[:, row, before:first] = NULL_PAGE
             changed.append((row, before, first))
             window.first[row] = first
@@ -304,6 +314,7 @@ class GroupedBatch(InputBatch):
         """
         jobs = checked_copies(plan, self._sizes)
         sources = [self._sources(job) for job in jobs]
+        self._label_sources(jobs, sources)
         self._unmap(int32s(plan.unmapped))
         made = list[PageCopyJob]()
         written = dict[tuple[int, int], Int32s]()  # by the lists so far, in each tier and group
@@ -318,6 +329,15 @@ class GroupedBatch(InputBatch):
         if len(inside) > 1:
             inside = [dataclasses.replace(inside[0], pairs=np.concatenate([job.pairs for job in inside]))]
         return [*down, *inside, *up]
+
+    def _label_sources(self, jobs: Sequence[CopyJob], sources: Sequence[Int32s]) -> None:
+        """Label pages that go to a tier with ids, which keeps the labels. In this plan the pages may enter tables."""
+        if self._labels is None:
+            return
+        for job, pages in zip(jobs, sources, strict=True):
+            if job.source == DEVICE != job.target and job.target in self._maps:
+                for row in self._labels.rows_of(pages.ravel()):
+                    self._label(row)
 
     def _unmap(self, triples: Int32s) -> None:
         if len(triples) % 3:

@@ -407,7 +407,7 @@ class ModelRunner:
         if isinstance(self._names, BlockHashes):
             self._batch.on_remove = self._names.cache_full_blocks
         elif isinstance(self._batch, GroupedBatch):
-            self._batch.labels = self._names
+            self._batch.label_with(self._names)
         self._forward_pass.reset(self._batch)
         if self._adapters is not None:
             self._adapters.reset(welcome.epoch)

@@ -12,7 +12,7 @@ import numpy as np
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash, block_hash
 from pagewise_shared.protocol import Inventory, NamedBlocks, named_blocks, pack_int32s
 
-from pagewise_executor.input_batch import Int32s, SequenceState
+from pagewise_executor.input_batch import Int32s, Int64s, SequenceState
 from pagewise_executor.page_map import NULL_PAGE
 
 _SLOT_BYTES = 8
@@ -22,17 +22,24 @@ LABEL_BYTES = HASH_BYTES + _SLOT_BYTES
 class PageLabels:
     """The labels of the pages of the device, numbered below ``num_pages``, as far as their content is known.
 
-    A row that leaves labels its full blocks, so that steps take no longer. By then it has passed most blocks of its
-    windows, and the scheduler may have kept some of them, in snapshots. So a page that a row passes is noted with the
-    row and the index of its block, until the row leaves or the page is overwritten.
+    Pages are noted with the row, the slot and the index of the block when they enter a table. They are labelled when
+    the row leaves, so that steps take no longer, or when a page is copied before. By then the row has passed most
+    blocks of its windows, of which the scheduler may have kept some, in snapshots. So a page that has left the table
+    stays noted until it enters another one or is overwritten. Blocks of states are in no table. Their pages are noted
+    when they are written no more, with the index of the block at whose end the states are.
     """
 
     def __init__(self, num_pages: int, block_size: int) -> None:
         self._block_size = block_size
         self._hashes = np.full(num_pages, None, object)
-        self._slots: Int32s = np.zeros(num_pages, np.int32)
-        self._rows: Int32s = np.full(num_pages, -1, np.int32)  # that have passed it
-        self._indices: Int32s = np.zeros(num_pages, np.int32)
+        self._rows: Int32s = np.full(num_pages, -1, np.int32)
+        self._slots, self._indices = np.zeros(num_pages, np.int32), np.zeros(num_pages, np.int32)
+        self._labelled_slots = np.zeros(num_pages, np.int32)
+        self._tables: Int32s = np.zeros((0, 0, 0), np.int32)
+
+    def attach(self, tables: Int32s) -> None:
+        """Label the pages of another batch from now on. ``tables`` [slots, num_rows, max_blocks]: of all slots."""
+        self._tables = tables
 
     def clear(self) -> None:
         """Forget everything."""
@@ -45,44 +52,46 @@ class PageLabels:
 
     def of(self, pages: Iterable[int]) -> list[bytes | None]:
         """Return the label of each of ``pages``; None where the content is not known."""
+        slots = self._labelled_slots
         return [
-            None if (found := self._hashes[page]) is None else found + int(self._slots[page]).to_bytes(8, "little")
+            None if (found := self._hashes[page]) is None else found + int(slots[page]).to_bytes(_SLOT_BYTES, "little")
             for page in pages
         ]
 
-    def forget(self, pages: Int32s) -> None:
-        """Forget the content of ``pages`` [n], which are about to be overwritten."""
-        self._hashes[pages] = None
-        self._rows[pages] = -1
+    def rows_of(self, pages: Int32s) -> list[int]:
+        """Return the rows that may know the content of those of ``pages`` [n] that have no label."""
+        rows = {int(self._rows[page]) for page in pages.tolist() if self._hashes[page] is None}
+        return [row for row in rows if row >= 0]
 
-    def passed(self, row: int, slot: int, first: int, pages: Int32s) -> None:
-        """Note that no query of a row sees ``pages`` [slots, n] any more. ``slot``: of the first ones. ``first``: the
-        index of the first block."""
-        self._rows[pages] = row
-        self._indices[pages] = np.arange(first, first + pages.shape[1])
+    def note(self, rows: Int64s, slot: int, indices: Int64s, pages: Int32s) -> None:
+        """Note ``pages`` [slots, n] that enter tables, at ``indices`` [n] of ``rows`` [n]. ``slot``: of the first."""
+        self._rows[pages], self._indices[pages] = rows, indices
         self._slots[pages] = np.arange(slot, slot + len(pages))[:, None]
 
-    def left(self, row: int, sequence: SequenceState, num_computed: int, tables: Sequence[tuple[int, Int32s]]) -> None:
-        """Label the pages of a row that leaves, also those that it has passed.
+    def forget(self, pages: Int32s) -> None:
+        """Forget the content of ``pages`` [n], which are about to be overwritten, for the tables in which they are."""
+        self._hashes[pages] = None
+        tabled = pages[self._slots[pages] < len(self._tables)]
+        places = self._slots[tabled], self._rows[tabled], self._indices[tabled]
+        self._rows[tabled[self._tables[places] != tabled]] = -1
+        self._rows[pages[self._slots[pages] >= len(self._tables)]] = -1
 
-        ``tables``: of each group the index of the first block, and the pages of this block and those behind it
-        [slots, n]. The first ``num_computed`` tokens are in them.
-        """
-        passed = np.flatnonzero(self._rows == row)
-        self._rows[passed] = -1
+    def label(self, row: int, sequence: SequenceState, num_computed: int, pages: Int32s) -> None:
+        """Label the pages of a row. ``pages`` [n]: the first page of each of its blocks in the first group, which hold
+        its first ``num_computed`` tokens."""
         if not sequence.root:
             return
         num_known = min(num_computed, len(sequence.tokens) + len(sequence.sampled)) // self._block_size
         hashes = np.empty(num_known, object)
-        hashes[:] = self._chain(sequence, tables[0][1][0, :num_known])
-        passed = passed[self._indices[passed] < num_known]
-        self._hashes[passed] = hashes[self._indices[passed]]
-        slot = 0
-        for first, held in tables:
-            pages = held[:, : max(0, num_known - first)]
-            self._hashes[pages] = hashes[first : first + pages.shape[1]]
-            self._slots[pages] = np.arange(slot, slot + len(pages))[:, None]
-            slot += len(held)
+        hashes[:] = self._chain(sequence, pages[:num_known])
+        noted = np.flatnonzero(self._rows == row)
+        noted = noted[self._indices[noted] < num_known]
+        self._hashes[noted] = hashes[self._indices[noted]]
+        self._labelled_slots[noted] = self._slots[noted]
+
+    def left(self, row: int) -> None:
+        """A row has left."""
+        self._rows[self._rows == row] = -1
 
     def _chain(self, sequence: SequenceState, pages: Int32s) -> list[BlockHash]:
         """Return the hashes of the first full blocks of a sequence, whose first pages are ``pages`` [n]."""

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from pagewise_shared.protocol import LayerGroup
 
 from pagewise_executor.input_batch import Int32s, Int64s
 from pagewise_executor.page_map import PageMap
@@ -30,7 +29,7 @@ class SequenceBatch(NamedTuple):
     written: Int32s
 
 
-class Snapshot(NamedTuple):
+class StateSnapshot(NamedTuple):
     """The states of ``row`` behind its first ``num_tokens`` tokens, which stay in ``block``."""
 
     row: int
@@ -47,23 +46,19 @@ class _Piece(NamedTuple):
 
 
 class StateTables:
-    """The blocks of the group ``number``, of states, by row. ``slot``: of its first page.
+    """The blocks of the group ``number``, of states, by row. ``snapshots``: those that the step leaves."""
 
-    ``snapshots``: those that the step leaves. ``written``: blocks that are to be written for the first time.
-    """
-
-    def __init__(self, number: int, slot: int, group: LayerGroup, num_rows: int, pages: PageMap) -> None:
-        self.number, self.slot, self.pages_per_block = number, slot, group.pages_per_block
-        self._pages = pages
+    def __init__(self, number: int, num_rows: int, pages: PageMap) -> None:
+        self.number, self._pages = number, pages
         self._current: Int64s = np.full(num_rows, _NONE, np.int64)
         self._switches: dict[int, list[tuple[int, int]]] = {}
         self._switched: list[int] = []
-        self.snapshots: list[Snapshot] = []
-        self.written: list[int] = []
+        self.snapshots: list[StateSnapshot] = []
+        self._new: list[int] = []
 
     def begin_plan(self) -> None:
         """Forget what the step before did."""
-        self._switched, self.snapshots, self.written = [], [], []
+        self._switched, self.snapshots, self._new = [], [], []
 
     def join(self, row: int, num_tokens: int, blocks: Int32s) -> None:
         """Take the blocks of a row that joins: its current block, and maybe the one to which it switches.
@@ -75,7 +70,7 @@ class StateTables:
             raise InvalidPlanError(f"row {row} joins with {len(blocks)} blocks of states behind {num_tokens} tokens")
         self._check(row, blocks)
         self._current[row], self._switches[row] = blocks[0], [(num_tokens, int(one)) for one in blocks[1:]]
-        self.written.append(int(blocks[-1]))
+        self._new.append(int(blocks[-1]))
 
     def switch(self, row: int, num_tokens: int, block: int) -> None:
         """Note that the states behind ``num_tokens`` tokens stay, and that later ones are written to ``block``.
@@ -86,25 +81,21 @@ class StateTables:
         self._check(row, np.array([block], np.int32))
         self._switches[row].append((num_tokens, block))
         self._switched.append(row)
-        self.written.append(block)
+        self._new.append(block)
 
-    def map(self) -> None:
-        """Give pages to the blocks of this plan.
+    def map(self) -> Int32s:
+        """Give pages to the blocks that rows write from this plan on; return them [n, pages per block].
 
         Raises:
             InvalidPlanError: there are too few free pages.
         """
-        if self.written:
-            self._pages.map(self.number, np.array(self.written, np.int32))
+        return self._pages.map(self.number, np.array(self._new, np.int32))
 
-    def leave(self, row: int, num_computed: int, block_size: int) -> tuple[int, Int32s]:
-        """Forget a row. Returns the index of the block of tokens at whose end its states are, and the pages of the block
-        with these states [pages per block, 1]; no pages if they lie elsewhere than at the end of a block."""
+    def leave(self, row: int, num_computed: int) -> list[StateSnapshot]:
+        """Forget a row. Returns what stays in its current block, if that has the states behind its computed tokens."""
         block, switches = int(self._current[row]), self._switches.pop(row)
         self._current[row] = _NONE
-        if switches or not num_computed or num_computed % block_size:
-            return 0, np.zeros((self.pages_per_block, 0), np.int32)
-        return num_computed // block_size - 1, self.pages_of([block]).T
+        return [StateSnapshot(row, num_computed, block)] if num_computed and not switches else []
 
     def pages_of(self, blocks: Sequence[int]) -> Int32s:
         """Return the pages of blocks [n, pages per block]."""
@@ -141,7 +132,7 @@ class StateTables:
                 yield num_tokens - at, _Piece(offset + at - start, read, current)
                 read, at = current, num_tokens
             if num_tokens:
-                self.snapshots.append(Snapshot(row, num_tokens, current))
+                self.snapshots.append(StateSnapshot(row, num_tokens, current))
             current, last = block, num_tokens
         self._current[row] = current
         yield stop - at, _Piece(offset + at - start, read, current)

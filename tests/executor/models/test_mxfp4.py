@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.weight_files import checked_headers, weight_bytes
 from pagewise_executor.sizing import sizing
@@ -15,6 +16,7 @@ from pagewise_shared.errors import ModelError
 from safetensors.torch import load_file, save_file
 
 from tests.executor.driver import request, run_requests
+from tests.executor.ranks.groups import ThreadGroup
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
@@ -88,6 +90,32 @@ def test_the_memory_that_is_counted_is_what_it_takes(dtype: str, tmp_path: Path)
     experts = dict(loaded.model.named_parameters())["model.layers.1.mlp.experts.down_proj"]
     assert experts.dtype == loaded.dtype
     assert torch.equal(experts.float(), model.model.layers[1].mlp.experts.down_proj)
+
+
+def test_each_rank_reads_its_part_of_the_experts(tmp_path: Path) -> None:
+    """In parts whose width, 48, is no multiple of the weights that share a scale."""
+    model = build(tmp_path)
+    experts = [
+        load_model(ExecutorConfig(model=str(tmp_path), device="cpu", dtype="bfloat16"), Ranks(rank, 2))
+        .model.get_submodule("model.layers.1.mlp.experts")
+        .state_dict()
+        for rank in range(2)
+    ]
+    for name, whole in model.get_submodule("model.layers.1.mlp.experts").state_dict().items():
+        first, second = (part[name].float() for part in experts)
+        if name == "down_proj_bias":
+            assert not second.any(), "the sum has it once"
+            assert torch.equal(first, whole.bfloat16().float())
+        else:
+            joined = torch.cat([first, second], dim=1 if name == "down_proj" else -1)
+            assert torch.equal(joined, whole.bfloat16().float()), name
+    model.set_attn_implementation("eager")
+    group = ThreadGroup(tmp_path, 2)
+    asked = request(list(range(5, 22)), 12)
+    run_requests(group, [asked], max_num_batched_tokens=9)  # type: ignore[arg-type]
+    group.close()
+    expected = reference(model, [list(range(5, 22))], [12], "cpu")
+    assert [asked.sequences[0].output_token_ids.tolist()] == expected
 
 
 def test_files_that_lack_a_part_are_refused(tmp_path: Path) -> None:

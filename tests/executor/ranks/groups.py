@@ -1,5 +1,6 @@
 """Executors of several ranks for tests: with threads for ranks, or with the processes that serve."""
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +17,16 @@ from pagewise_executor.main import lead
 from pagewise_executor.model_runner import IssuedStep, ModelRunner
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.ranks.agreement import Agreement
-from pagewise_executor.runner import Report
+from pagewise_executor.runner import Report, Runner
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import LoadAdapter, StepPlan, Welcome
 
 from tests.cpu_kernels import auto_kernels
+from tests.executor.driver import request, run_requests
 from tests.executor.runners import BLOCK_SIZE
+from tests.model_builders import VOCAB_SIZE
+
+LENGTHS = [(1, 20), (3, 24), (17, 20), (40, 9), (33, 1), (64, 12), (5, 24)]
 
 
 class _Table:
@@ -139,3 +144,21 @@ def group_of(path: Path, size: int, **options: object) -> Iterator[LeadingRunner
     finally:
         runner.close()
     assert not lost
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of ``LENGTHS``, which also has the numbers of tokens to generate."""
+    rng = random.Random(3)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in LENGTHS]
+
+
+def greedy(runner: Runner) -> tuple[list[list[int]], int]:
+    """Tokens of a few requests in little memory, and how often a sequence was preempted."""
+    requests = [
+        request(prompt, most, name=f"r{number}")
+        for number, (prompt, (_, most)) in enumerate(zip(prompts(), LENGTHS, strict=True))
+    ]
+    scheduler, _ = run_requests(
+        runner, requests, num_blocks=14, max_num_seqs=6, max_num_batched_tokens=19, arrive_every=2
+    )
+    return [one.sequences[0].output_token_ids.tolist() for one in requests], scheduler.num_preemptions

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import Runner
 from pagewise_shared.errors import ModelError
@@ -12,28 +14,20 @@ from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
-from tests.executor.ranks.groups import ThreadGroup, config_of, group_of
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.executor.ranks.groups import LENGTHS, ThreadGroup, config_of, greedy, group_of, prompts
+from tests.executor.references import reference
+from tests.model_builders import EAGER, VOCAB_SIZE, build_model
 
 DIVIDED = ("llama", "qwen3", "gemma3", "qwen3_moe")
+BY_STRUCTURE = ("deepseek_v3", "gpt_oss", "olmo3")
+"""Of these transformers does not say how all of their layers are divided."""
+GENERATED = ("gpt_oss", "olmo3", "gemma4", "gemma4_moe", "llama4", "qwen3_moe", "minimax_m2", "glm4_moe", "deepseek_v3")
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "top_k": 150, "top_p": 0.95}
-LENGTHS = [(1, 20), (3, 24), (17, 20), (40, 9), (33, 1), (64, 12), (5, 24)]
 
 
-def greedy(runner: Runner) -> tuple[list[list[int]], int]:
-    """Tokens of a few requests in little memory, and how often a sequence was preempted."""
-    rng = random.Random(3)
-    requests = [
-        request([rng.randrange(3, VOCAB_SIZE) for _ in range(length)], most, name=f"r{number}")
-        for number, (length, most) in enumerate(LENGTHS)
-    ]
-    scheduler, _ = run_requests(
-        runner, requests, num_blocks=14, max_num_seqs=6, max_num_batched_tokens=19, arrive_every=2
-    )
-    return [one.sequences[0].output_token_ids.tolist() for one in requests], scheduler.num_preemptions
-
-
-@pytest.mark.parametrize(("family", "size"), [*((family, 2) for family in (*DIVIDED, "deepseek_v3")), ("llama", 4)])
+@pytest.mark.parametrize(
+    ("family", "size"), [*((family, 2) for family in (*DIVIDED, *BY_STRUCTURE)), ("llama", 4), ("olmo3", 4)]
+)
 def test_tokens_of_ranks_equal_those_of_one(family: str, size: int, tmp_path: Path) -> None:
     build_model(family, tmp_path, seed=7)
     expected, _ = greedy(ModelRunner(config_of(tmp_path, 1)))
@@ -68,7 +62,7 @@ def test_segments_are_moved_on_every_rank(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gemma4", "llama4"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gemma4", "llama4", "gpt_oss", "olmo3"])
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.long
 def test_further_families(family: str, kernels: str, tmp_path: Path) -> None:
@@ -119,9 +113,24 @@ def test_tokens_of_processes_equal_those_of_one(family: str, size: int, tmp_path
     assert preempted > 0
 
 
+@pytest.mark.parametrize("family", GENERATED)
+@pytest.mark.long
+def test_tokens_of_processes_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    build_model(family, tmp_path, seed=7)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
+    )
+    expected = reference(model, prompts(), [most for _, most in LENGTHS], "cpu")
+    assert len({tuple(tokens) for tokens in expected}) == len(expected), "a model this dull would prove nothing"
+    with group_of(tmp_path, 2) as group:
+        assert greedy(group)[0] == expected
+
+
 @pytest.mark.parametrize(
     ("family", "flaw"),
     [
+        ("olmoe", "its modules do not fit together with a part of its heads"),
+        ("gemma3n", "the activations of a whole MLP decide which of them count"),
         ("phi3", "attention of Phi3ForCausalLM has no projections that can be divided"),
         ("gpt_neox", "attention of GPTNeoXForCausalLM has no projections that can be divided"),
         ("opt", "transformers says for no layer of OPTForCausalLM how it can be divided"),

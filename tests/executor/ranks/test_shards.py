@@ -1,5 +1,7 @@
 """Which part of a model each rank holds."""
 
+from typing import Any
+
 import pytest
 import torch
 from pagewise_executor.collectives import Ranks
@@ -12,7 +14,7 @@ from pagewise_executor.models.shards import (
     shard_config,
 )
 from pagewise_shared.errors import ModelError
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, ModernBertDecoderConfig, Qwen3MoeConfig
 
 EXPERTS = "model.layers.*.mlp.experts"
 PLAN = LLAMA_PLAN | {f"{EXPERTS}.gate_up_proj": "packed_colwise", f"{EXPERTS}.down_proj": "rowwise"}
@@ -96,6 +98,12 @@ def test_what_the_plan_does_not_explain_is_refused() -> None:
         parts(Weight(8, 2), "model.layers.0.other.weight", [4, 2], 2)
 
 
+def test_the_inputs_of_a_sum_have_to_be_divided() -> None:
+    """Otherwise each rank would add the whole sum."""
+    with pytest.raises(UnknownShardError, match=r"o_proj.weight is divided \(style 'rowwise', \[4, 8\] in the file"):
+        parts(Weight(4, 8), "model.layers.0.self_attn.o_proj.weight", [4, 8], 2)
+
+
 def test_an_embedding_of_parts_is_that_of_the_whole() -> None:
     whole = torch.nn.Embedding(7, 3)
     ids = torch.tensor([[0, 6, 3, 2]])
@@ -125,6 +133,24 @@ def test_sizes_that_do_not_divide_are_named(settings: dict[str, int], size: int,
     config = LlamaConfig(**({"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 100} | settings))
     with pytest.raises(ModelError, match=flaw):
         shard_config("a model", config, size)
+
+
+def test_no_part_has_a_token_for_padding() -> None:
+    """transformers makes the embedding of this token zero, which is another one in each part."""
+    config = LlamaConfig(pad_token_id=2)
+    shard_config("a model", config, 2)
+    assert config.pad_token_id is None
+    with pytest.raises(ModelError, match=r"of a model has to have a pad_token_id"):
+        shard_config("a model", ModernBertDecoderConfig(), 2)
+
+
+def test_sizes_of_each_layer_are_divided() -> None:
+    config: Any = LlamaConfig(num_attention_heads=8, num_key_value_heads=4)
+    config.num_attention_heads_per_layer = [8, 4]
+    shard_config("a model", config, 2)
+    assert config.num_attention_heads_per_layer == [4, 2]
+    with pytest.raises(ModelError, match=r"heads_per_layer is \[4, 2\]; numbers of ranks that work: 1, 2"):
+        shard_config("a model", config, 4)
 
 
 def test_experts_have_to_divide() -> None:

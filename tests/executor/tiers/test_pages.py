@@ -19,7 +19,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import SamplingParams
 
-from tests.executor.played_groups import Played
+from tests.executor.played_groups import Played, play
 from tests.model_builders import build_model
 
 SIZE = 8
@@ -57,7 +57,7 @@ def named() -> bytes:
 
 @pytest.mark.usefixtures("grouped")
 def test_blocks_go_to_the_host_and_come_back(model_path: Path) -> None:
-    played = Played(model_path, 1)
+    played = play(model_path, 1)
     before = prefill(played)
     told = played.copy(
         BlockCopies(DEVICE, HOST, pack_int32s([1, 0, 4, 3])),
@@ -82,7 +82,7 @@ def test_blocks_go_to_the_host_and_come_back(model_path: Path) -> None:
 
 @pytest.mark.usefixtures("grouped")
 def test_a_spoiled_page_spoils_its_block_alone(model_path: Path) -> None:
-    played = Played(model_path, 1)
+    played = play(model_path, 1)
     prefill(played)
     played.copy(BlockCopies(DEVICE, HOST, pack_int32s([6, 1, 2, 0]), group=1))
     batch = played.runner._batch
@@ -96,7 +96,7 @@ def test_a_spoiled_page_spoils_its_block_alone(model_path: Path) -> None:
 
 @pytest.mark.usefixtures("grouped")
 def test_pages_have_names_on_disk(model_path: Path, tmp_path: Path) -> None:
-    played = Played(model_path, 1, host_memory=None, disk_cache=str(tmp_path))
+    played = play(model_path, 1, host_memory=None, disk_cache=str(tmp_path))
     before = prefill(played)
     told = played.copy(
         BlockCopies(DEVICE, DISK, pack_int32s([1, 0, 4, 1]), names=named()),
@@ -118,7 +118,7 @@ def test_pages_have_names_on_disk(model_path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("grouped")
 def test_other_executors_fetch_pages(model_path: Path) -> None:
-    lender, borrower = Played(model_path, 5, host_memory=None), Played(model_path, 2, host_memory=None)
+    lender, borrower = play(model_path, 5, host_memory=None), play(model_path, 2, host_memory=None)
     before = prefill(lender)
     peer = RemoteTier(lender.runner.info.block_endpoint, 5, lender.step)
     borrower.copy(

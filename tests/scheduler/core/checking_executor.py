@@ -67,6 +67,8 @@ class Row:
     limit: int = ONE_ROPE
     windows: list[dict[int, int]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    states: dict[int, int] = field(default_factory=dict)  # the block that is written, by group
+    switches: dict[tuple[int, int], int] = field(default_factory=dict)  # by group and token
 
 
 class CheckingExecutor:
@@ -226,6 +228,12 @@ class CheckingExecutor:
             self.rows[new.row].ends = [first + len(blocks) // 4 for first, blocks in new.windows]
             for group, table in enumerate((new.blocks, *(held for _, held in new.windows))):
                 self._map(group, unpack_int32s(table))
+            for group, (token, blocks) in enumerate(new.windows, 1):
+                if self.window_shapes[group - 1].state:
+                    first, *other = unpack_int32s(blocks).tolist()
+                    self.rows[new.row].states[group] = first
+                    for block in other:
+                        self.rows[new.row].switches[group, token] = block
             known = len(self.rows[new.row].tokens)
             is_long = known > self.short_rope_len
             self.rows[new.row].limit = ONE_ROPE if is_long else self.short_rope_len
@@ -241,6 +249,11 @@ class CheckingExecutor:
             ends = self.rows[row].ends
             self.rows[row].windows[group - 1][ends[group - 1]] = block
             ends[group - 1] += 1
+            self._map(group, (block,))
+        switched = unpack_int32s(plan.states).tolist()
+        for row, group, token, block in zip(*(switched[at::4] for at in range(4)), strict=True):
+            assert token >= self.rows[row].computed
+            self.rows[row].switches[group, token] = block
             self._map(group, (block,))
         for row_held in self.rows.values():
             assert not self.shape or all((DEVICE, 0, block) in self.mapped for block in row_held.blocks), (
@@ -487,6 +500,9 @@ class CheckingExecutor:
         for group, (shape, held, table) in enumerate(
             zip(self.window_shapes, self.windowed, row.windows, strict=True), 1
         ):
+            if shape.state:
+                self._compute_state(row, position, group, held)
+                continue
             block = table[position // size]
             assert block not in self.arriving_in(group), "a windowed block is written that is being loaded"
             first = position // shape.window * shape.window if shape.chunked else max(0, position - shape.window + 1)
@@ -494,6 +510,25 @@ class CheckingExecutor:
             for seen in range(first, position + 1):
                 found = held[table[seen // size]][seen % size]
                 assert found == (row.root, tuple(row.tokens[: seen + 1])), "this windowed block holds something else"
+
+    def _compute_state(self, row: Row, position: int, group: int, held: dict[int, Content]) -> None:
+        """Go on from the states behind the tokens before, and write those behind this one.
+
+        The states behind the last token of a full block are kept as the block of these tokens is elsewhere.
+        """
+        size, before = self.block_size, row.states[group]
+        assert before not in self.arriving_in(group), "states are read that are being loaded"
+        if position:
+            last = held[before][(position - 1) % size]
+            assert last == (row.root, tuple(row.tokens[:position])), "these are other states"
+        row.states[group] = block = row.switches.pop((group, position), before)
+        others = [one for one in self.rows.values() if one is not row]
+        written = {one.states.get(group) for one in others}
+        written.update(to for one in others for key, to in one.switches.items() if key[0] == group)
+        assert block not in written, "states are written that another row reads or writes"
+        stop = position + 1
+        begin = stop - size if stop % size == 0 else position
+        held[block] = {at % size: (row.root, tuple(row.tokens[: at + 1])) for at in range(begin, stop)}
 
     def _verify(self, row: Row, draft: list[int]) -> list[int]:
         """Compute a draft too, and draw behind each of its tokens. What was not drawn stays in the slots."""

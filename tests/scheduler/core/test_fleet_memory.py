@@ -380,9 +380,9 @@ class FleetRules(RuleBasedStateMachine):
 
 
 class WindowFleetRules(FleetRules):
-    """The same with groups of windowed layers."""
+    """The same with groups of windowed layers and of states."""
 
-    windows = (WindowShape(3, 1), WindowShape(4, 2, chunked=True))
+    windows = (WindowShape(3, 1), WindowShape(4, 2, chunked=True), WindowShape(2, 3, state=True))
 
     @invariant()
     def memory_adds_up(self) -> None:

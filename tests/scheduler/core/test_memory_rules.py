@@ -348,14 +348,17 @@ def test_serving_for_ever_takes_no_more_memory(segments: bool) -> None:
 
 
 class WindowRules(MemoryRules):
-    """The memory rules with groups of windowed layers."""
+    """The memory rules with groups of windowed layers, and of states unless there are drafts."""
 
     has_segments = False
+    has_states = True
 
     def shape(self, num_blocks: int, budget: int) -> ArenaShape:
         rng = random.Random(f"{num_blocks} {budget}")
         windows = tuple(
-            WindowShape(rng.randrange(1, 9), rng.choice((1, 2, 5)), rng.random() < 0.3)
+            WindowShape(2, rng.choice((1, 5)), state=True)
+            if self.has_states and rng.random() < 0.5
+            else WindowShape(rng.randrange(1, 9), rng.choice((1, 2, 5)), rng.random() < 0.3)
             for _ in range(rng.choice((1, 2)))
         )
         pages = rng.choice((1, 2, 5))
@@ -369,6 +372,7 @@ class WindowRules(MemoryRules):
 
 
 class WindowSpeculationRules(WindowRules):
+    has_states = False
     speculative = SpeculationRules.speculative
 
 

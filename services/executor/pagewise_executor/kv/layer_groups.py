@@ -139,7 +139,9 @@ def page_layout(
     members: dict[tuple[int, bool], list[int]] = {(0, False): []}
     for index, one in enumerate(kinds):
         members.setdefault((one.window, one.chunked), []).append(index)
-    if (len(members) == 1 and not states) or any(len({kinds[index].shape for index in held}) > 1 for held in members.values()):
+    if (len(members) == 1 and not states) or any(
+        len({kinds[index].shape for index in held}) > 1 for held in members.values()
+    ):
         return None
     sizes = {key: bytes_per_block([kinds[held[0]].shape], block_size, dtype) for key, held in members.items()}
     pages = {count * sizes[key] for key, held in members.items() for count in range(1, len(held) + 1)}
@@ -149,7 +151,9 @@ def page_layout(
             Group(tuple(held), kinds[held[0]].shape, *key, min(len(held), page // sizes[key]))
             for key, held in members.items()
         )
-        taken = [(len(one.layers) * size, one.pages_per_block) for one, size in zip(groups, sizes.values(), strict=True)]
+        taken = [
+            (len(one.layers) * size, one.pages_per_block) for one, size in zip(groups, sizes.values(), strict=True)
+        ]
         recurrent = StateGroup(len(states), sum(states), -(-sum(states) // page)) if states else None
         if recurrent is not None:
             taken.append((recurrent.num_bytes, recurrent.pages_per_block))

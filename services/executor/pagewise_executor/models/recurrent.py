@@ -213,9 +213,7 @@ class PagedRecurrence:
         return outputs[0] if single else tuple(outputs)
 
 
-def page_states(
-    model: nn.Module, layers: Sequence[RecurrentLayer], context: RecurrentContext
-) -> list[PagedRecurrence]:
+def page_states(model: nn.Module, layers: Sequence[RecurrentLayer], context: RecurrentContext) -> list[PagedRecurrence]:
     """Let the recurrent modules of a model keep their states in pages; return what replaces their forward passes."""
     found = []
     for layer in layers:

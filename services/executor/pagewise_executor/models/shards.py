@@ -2,9 +2,9 @@
 
 A rank's part is a smaller model of the same family: fewer heads, a narrower MLP, a part of the vocabulary. So its
 modules are built from a configuration with these sizes, and compute as they are. ``connect`` adds the sums over all
-ranks, behind attention and the MLP of each layer and behind the embedding, and gathers the logits. The plan that
-transformers' models carry for tensor parallelism says along which dimension each weight is cut. transformers itself
-would use DTensor, with which a step took 33 ms instead of 6.7 ms.
+ranks, behind attention and the MLP of each layer and behind the embedding, and gathers the logits. A plan
+(``shard_plans.py``) says along which dimension each weight is cut. transformers itself would use DTensor, with which a
+step took 33 ms instead of 6.7 ms.
 """
 
 import re
@@ -17,26 +17,29 @@ from pagewise_shared.protocol.limits import MAX_RANKS
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from pagewise_executor.collectives import Ranks
+from pagewise_executor.collectives import ALONE, Ranks
 
 _DIVIDED = (
-    *("num_attention_heads", "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size"),
-    "shared_expert_intermediate_size",
+    *("num_attention_heads", "num_attention_heads_per_layer", "intermediate_size", "intermediate_size_mlp"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
-"""Settings that are divided among the ranks; KV heads and the vocabulary need not be divisible."""
+"""Settings that are divided among the ranks, of all layers or a list of one for each; KV heads and the vocabulary need
+not be divisible."""
 _DIFFERING = {"head_dim", "num_key_value_heads"}
 """Settings in which the layers of a model that is divided may differ."""
-_COLUMNS, _PACKED, _ROWS, _PACKED_ROWS = "colwise", "packed_colwise", "rowwise", "packed_rowwise"
-_DIMENSIONS = {_COLUMNS: -2, _PACKED: -2, _ROWS: -1, _PACKED_ROWS: -1}
+COLUMNS, PACKED, ROWS, PACKED_ROWS = "colwise", "packed_colwise", "rowwise", "packed_rowwise"
+EXPERTS, NORM, FIRST = "moe_tp_experts", "norm_over_ranks", "first_rank"
+"""Styles as transformers names them, and two more: of an RMS norm over all heads, and of a bias that counts once."""
+_DIMENSIONS = {COLUMNS: -2, PACKED: -2, NORM: -2, ROWS: -1, PACKED_ROWS: -1}
 """The dimension of a weight that is cut, by its style. The only dimension of a bias counts as the columns'."""
-_SUMMED = (_ROWS, "moe_tp_experts")
+_SUMMED = (ROWS, EXPERTS)
 """Styles of modules whose outputs are summed over the ranks."""
 
 LLAMA_PLAN = {
     f"model.layers.*.{name}": style
     for style, names in {
-        _COLUMNS: (*(f"self_attn.{one}_proj" for one in "qkv"), "mlp.gate_proj", "mlp.up_proj"),
-        _ROWS: ("self_attn.o_proj", "mlp.down_proj"),
+        COLUMNS: (*(f"self_attn.{one}_proj" for one in "qkv"), "mlp.gate_proj", "mlp.up_proj"),
+        ROWS: ("self_attn.o_proj", "mlp.down_proj"),
     }.items()
     for name in names
 }
@@ -65,6 +68,11 @@ def shard_config(name: str, text: Any, size: int) -> None:
     """
     if size == 1:
         return
+    if any(getattr(text, "activation_sparsity_pattern", None) or ()):
+        raise ModelError(
+            f"--tensor-parallel {size}: in layers of {name} the activations of a whole MLP decide which of them count "
+            "(activation_sparsity_pattern), and each rank would have a part of them"
+        )
     counts = {key: count for key in _DIVIDED if (count := getattr(text, key, None))}
     differ = getattr(text, "is_heterogeneous", False)
     layers = text.per_layer_config if differ else [text]
@@ -81,10 +89,24 @@ def shard_config(name: str, text: Any, size: int) -> None:
             text.head_dim = text.hidden_size // text.num_attention_heads
         text.num_key_value_heads = max(1, max(kv_heads) // size)
     for key, count in counts.items():
-        setattr(text, key, count // size)
+        setattr(text, key, [one // size for one in count] if isinstance(count, list) else count // size)
     text.vocab_size = -(-text.vocab_size // size)
     if getattr(text, "pad_token_id", None) is not None:
-        text.pad_token_id = None  # it need not be among the tokens of this rank, and is for training only
+        _drop_padding(name, text, size)
+
+
+def _drop_padding(name: str, text: Any, size: int) -> None:
+    """Remove the token for padding: its embedding, of zeros, would be at the same place in the part of each rank.
+
+    Raises:
+        ModelError: the configuration has to name one.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        text.pad_token_id = None
+    except StrictDataclassError as error:
+        raise ModelError(f"--tensor-parallel {size}: the config.json of {name} has to have a pad_token_id") from error
 
 
 def _divide_layers(name: str, text: Any, size: int) -> None:
@@ -101,10 +123,10 @@ def _divide_layers(name: str, text: Any, size: int) -> None:
     }
 
 
-def _indivisible(counts: Mapping[str, int], kv_heads: Collection[int], size: int) -> str:
+def _indivisible(counts: Mapping[str, int | list[int]], kv_heads: Collection[int], size: int) -> str:
     """Return the setting that is not divisible by ``size``, as a part of a sentence; empty if all are."""
     for key, count in counts.items():
-        if not isinstance(count, int) or count % size:
+        if any(not isinstance(one, int) or one % size for one in (count if isinstance(count, list) else [count])):
             return f"{key} is {count}"
     wrong = [heads for heads in kv_heads if heads % size and size % heads]
     return f"num_key_value_heads is {wrong[0]}" if wrong else ""
@@ -146,16 +168,17 @@ class Shards:
         self.note(name, whole)
         module = name.rpartition(".")[0]
         style = self.style(name) or self.style(module)
+        summed = style == ROWS and len(whole) > 1 and module not in self.vocabulary
         if module in self.vocabulary:
             part = self._vocabulary(source, whole, shape[0])  # against the plan: its size need not be divisible
-        elif style == _ROWS and len(whole) == 1:
+        elif style == FIRST or (style == ROWS and len(whole) == 1):
             part = source[...]  # a bias, which is summed, and must count once
             part = part if self.ranks.first else torch.zeros_like(part)
         elif style in _DIMENSIONS:
             part = self._cut(source, style, None if joined else shape)
         else:
             part = source[...]
-        if not joined and list(part.shape) != shape:
+        if not joined and (list(part.shape) != shape or (summed and whole[-1] != shape[-1] * self.ranks.size)):
             raise UnknownShardError(
                 f"--tensor-parallel: nothing says how its weight {name} is divided (style {style!r}, {whole} in the "
                 f"file, {shape} on each rank)"
@@ -182,7 +205,7 @@ class Shards:
         """
         outs, ins = part
         if outs < len(b):
-            halves = b.chunk(2) if self.style(module) == _PACKED else (b,)
+            halves = b.chunk(2) if self.style(module) == PACKED else (b,)
             b = torch.cat([half[slice(*self.span(len(half), outs // len(halves)))] for half in halves])
         if ins < a.shape[1]:
             a = a[:, slice(*self.span(a.shape[1], ins))]
@@ -202,7 +225,7 @@ class Shards:
         """Read this rank's part of a dimension. ``shape``: of the part; None: ``source`` is one of several weights."""
         whole = source.get_shape()
         dim = max(0, len(whole) + _DIMENSIONS[style])
-        halves = 2 if style in (_PACKED, _PACKED_ROWS) and shape is not None else 1
+        halves = 2 if style in (PACKED, PACKED_ROWS) and shape is not None else 1
         size = whole[dim] // halves
         begin, end = self.span(size, size // self.ranks.size if shape is None else shape[dim] // halves)
         before = (slice(None),) * dim
@@ -260,6 +283,39 @@ class ShardedEmbedding(nn.Module):
         return self._ranks.reduce(found.masked_fill(foreign[..., None], 0))
 
 
+class NormOverRanks(nn.Module):
+    """An RMS norm over all heads, of which each rank has some. Ranks that share a KV head count it equally often.
+
+    ``weight``: of this rank's heads. ``late``: whether the normalised input is rounded before it is multiplied by it.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, ranks: Ranks, *, late: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self._eps, self._ranks, self._late = eps, ranks, late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise x [.., this rank's heads and their numbers]."""
+        wide = x.float()
+        squares = self._ranks.reduce(wide.pow(2).mean(-1, keepdim=True)) / self._ranks.size
+        wide = wide * torch.rsqrt(squares + self._eps)
+        return self.weight * wide.to(x.dtype) if self._late else (self.weight * wide).to(x.dtype)
+
+
+def _over_ranks(norm: Any, name: str, ranks: Ranks) -> NormOverRanks:
+    """Return a norm over the heads of all ranks for one over the heads of this rank, which shows how it rounds.
+
+    Raises:
+        UnknownShardError: it is no RMS norm.
+    """
+    weight, eps = norm.weight, getattr(norm, "variance_epsilon", None)
+    x = torch.arange(len(weight), device=weight.device).cos().to(weight.dtype)[None, None]
+    for late in (False, True):
+        if eps is not None and torch.equal(NormOverRanks(weight, eps, ALONE, late=late)(x), norm(x)):
+            return NormOverRanks(weight, eps, ranks, late=late)
+    raise UnknownShardError(f"--tensor-parallel: {name} goes over all heads, and is no RMS norm that is known here")
+
+
 def vocabulary_names(model: Any) -> VocabularyNames:
     """Return the names of a model's embedding and head, before faster modules replace them."""
     names = {module: name for name, module in model.named_modules()}
@@ -274,9 +330,11 @@ def connect(model: nn.Module, shards: Shards | None, vocab_size: int) -> None:
     if shards is None:
         return
     ranks, names = shards.ranks, shards.vocabulary
-    for name, module in model.named_modules():
+    for name, module in list(model.named_modules()):
         if shards.style(name) in _SUMMED and name not in names:
             _RankSum(ranks).join(module)
+        elif shards.style(name) == NORM:
+            model.set_submodule(name, _over_ranks(module, name, ranks))
     embedding = model.get_submodule(names.embedding)
     model.set_submodule(names.embedding, ShardedEmbedding(embedding, -(-vocab_size // ranks.size), ranks))
     head = model.get_submodule(names.head)

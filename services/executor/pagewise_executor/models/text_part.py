@@ -1,10 +1,11 @@
 """The text part of a multimodal checkpoint, which is served without the modules for images, audio and video."""
 
-import json
 import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pagewise_executor.models.aliases import model_type
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,7 +46,7 @@ def text_part(model: str, config: "PretrainedConfig") -> "PretrainedConfig":
 
 def is_text_part(path: Path, config: "PretrainedConfig") -> bool:
     """Return whether ``config`` was made by ``text_part`` of the config.json in ``path``."""
-    return bool(json.loads((path / "config.json").read_text()).get("model_type") != config.model_type)
+    return model_type(path) != config.model_type
 
 
 def text_name(name: str) -> str | None:

@@ -15,12 +15,16 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.progress import logged_bar
 
 from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.aliases import config_of_alias
 from pagewise_executor.models.attention_temperature import fix_temperature
-from pagewise_executor.models.latents import absorb_latents, latent_plan, register_mistral4
+from pagewise_executor.models.latents import absorb_latents, register_mistral4
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
+from pagewise_executor.models.mxfp4 import joined
+from pagewise_executor.models.shard_plans import division_plan
 from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
-from pagewise_executor.models.support import check_known
+from pagewise_executor.models.support import SERVED, check_known
 from pagewise_executor.models.text_part import is_text_part, text_name, text_part
+from pagewise_executor.models.trial import try_without_weights
 from pagewise_executor.models.weight_files import Headers, first_line, open_weights
 from pagewise_executor.models.weight_report import (
     Differences,
@@ -37,8 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
-
 
 def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig":
     """Return the content of config.json; of a multimodal model, the part for its causal LM.
@@ -48,6 +50,8 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
     """
     from transformers import AutoConfig
 
+    if not config.trust_remote_code and (alias := config_of_alias(config.model, path)) is not None:
+        return alias
     check_known(config.model, path)
     try:
         found: PretrainedConfig = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
@@ -184,18 +188,13 @@ def _load_part(
 
     ``named``: returns the name that a tensor of the files has in a checkpoint of this model alone; None: it has none.
     """
-    from transformers import AutoModelForCausalLM
-
     from pagewise_executor.attention.paged import NAME
 
-    with torch.device("meta"):
-        complete, empty = (
-            AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                each, attn_implementation=NAME, dtype=dtype, trust_remote_code=config.trust_remote_code
-            )
-            for each in (whole, part)
-        )
-    shards = Shards(ranks, _plan(empty), vocabulary_names(empty))
+    mxfp4 = bool(_conversion(part))
+    complete, empty = _skeletons(config, whole, part, dtype)
+    vocabulary = vocabulary_names(complete)
+    shards = Shards(ranks, division_plan(complete, vocabulary), vocabulary)
+    _try_part(config, part, dtype, ranks)
     name_of = _names(empty)
     wanted, sizes = (
         {name: list(weight.shape) for name, weight in model.state_dict().items()} for model in (empty, complete)
@@ -203,19 +202,21 @@ def _load_part(
     mismatched: list[Mismatch] = []
     weights: dict[str, Any] = {}
     with ExitStack() as stack:
-        for file in headers:
-            opened = stack.enter_context(open_weights(file))
-            for key in opened.keys():  # noqa: SIM118 - it is no dict
-                if (alone := named(key)) is None:
-                    continue
-                name, joined = name_of(alone)
-                found = list(opened.get_slice(key).get_shape())
-                # A part of a weight that is too large may have the right size. The shapes of weights that are joined to
-                # others are compared after the join.
-                if not joined and found != sizes.get(name, found):
-                    mismatched.append(Mismatch(key, found, sizes[name]))
-                # transformers reports weights that the model does not have.
-                weights[alone] = _LazyPart(opened.get_slice(key), shards, name, wanted.get(name, found))
+        opened = [stack.enter_context(open_weights(file)) for file in headers]
+        tensors = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118 - it is no dict
+        for key, tensor in (joined(tensors, dtype) if mxfp4 else tensors).items():
+            if (alone := named(key)) is None:
+                continue
+            name, one_of_several = name_of(alone)
+            found = list(tensor.get_shape())
+            if name in sizes.keys() - wanted.keys():
+                raise UnknownShardError(f"--tensor-parallel: nothing says how its weight {name} is divided")
+            # A part of a weight that is too large may have the right size. The shapes of weights that are joined to
+            # others are compared after the join.
+            if not one_of_several and found != sizes.get(name, found):
+                mismatched.append(Mismatch(key, found, sizes[name]))
+            # transformers reports weights that the model does not have.
+            weights[alone] = _LazyPart(tensor, shards, name, wanted.get(name, found))
         if mismatched:
             return empty, shards, Differences(mismatched=mismatched)
         model, info = type(empty).from_pretrained(
@@ -228,6 +229,38 @@ def _load_part(
             output_loading_info=True,
         )
     return model, shards, differences_of(info)
+
+
+def _skeletons(config: ExecutorConfig, whole: Any, part: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the whole model and a rank's part of it, without weights."""
+    from transformers import AutoModelForCausalLM
+
+    from pagewise_executor.attention.paged import NAME
+
+    made = []
+    for each in (whole, part):
+        each.quantization_config = None  # ``mxfp4.joined`` reads these weights, and transformers does not
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                each, attn_implementation=NAME, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
+        made.append(model)
+    return made[0], made[1]
+
+
+def _try_part(config: ExecutorConfig, part: Any, dtype: torch.dtype, ranks: Ranks) -> None:
+    """Try a rank's part of a model without weights.
+
+    Raises:
+        UnknownShardError: it cannot be computed, or attends otherwise than its configuration says.
+    """
+    try:
+        try_without_weights(config.model, part, dtype, trust_remote_code=config.trust_remote_code)
+    except ModelError as error:
+        why = "its modules do not fit together with a part of its heads"
+        if error.__cause__ is None:  # it could be computed
+            why = f"a rank's part of {str(error).removesuffix(f'; {SERVED}')}"
+        raise UnknownShardError(f"--tensor-parallel {ranks.size}: {why}") from error
 
 
 @contextmanager
@@ -250,26 +283,6 @@ def _bars_in_the_log(model: str) -> Iterator[None]:
     finally:
         logger.removeFilter(is_no_table)
         set_tqdm_hook(previous)
-
-
-def _plan(model: Any) -> dict[str, str]:
-    """Return the plan of a model of transformers for tensor parallelism.
-
-    Raises:
-        UnknownShardError: it has none, or one that is not known here.
-    """
-    plan: dict[str, str] = model.tp_plan | latent_plan(model)
-    if not plan:
-        raise UnknownShardError(
-            f"--tensor-parallel: transformers says for no layer of {type(model).__name__} how it can be divided"
-        )
-    styles = {name.rpartition(".")[2]: style for name, style in plan.items()}
-    if not latent_plan(model) and {name: styles.get(name) for name in _ATTENTION} != _ATTENTION:
-        # Otherwise Q, K and V lie in one weight, in an order that cutting it does not keep.
-        raise UnknownShardError(
-            f"--tensor-parallel: attention of {type(model).__name__} has no projections that can be divided by heads"
-        )
-    return plan
 
 
 def _names(model: Any) -> Callable[[str], tuple[str, bool]]:

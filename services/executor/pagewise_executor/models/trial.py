@@ -57,7 +57,7 @@ class Tried(NamedTuple):
 def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Tried:
     """Build the model of ``config`` on the meta device, and try it.
 
-    ``model``: its name, for errors. ``config``: of transformers; of the whole model, not of one rank's part.
+    ``model``: its name, for errors. ``config``: of transformers; of the whole model, or of one rank's part.
 
     Raises:
         ModelError: paged attention would not serve it, or not serve it right; the text says why.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.logs import about
 from pagewise_shared.protocol import StepError
 
@@ -43,7 +42,7 @@ class Job:
     pairs: Pairs
     staged: Raw = None
     staging: Raw = None
-    names: list[BlockHash | None] = field(default_factory=list)
+    names: list[bytes | None] = field(default_factory=list)
     last: bool = True
     after: Done | None = None
     ready: "list[torch.cuda.Event]" = field(default_factory=list)

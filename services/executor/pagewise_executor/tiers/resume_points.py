@@ -29,7 +29,7 @@ def resume_point(names: Sequence[BlockName], groups: Sequence[LayerGroup], block
     pages of their blocks. The other pages are looked for when those of a whole window are there.
     """
     full, *windowed = groups
-    end = num_leading(names, lambda some: _are_whole(some, 0, full, contains).tolist())
+    end = num_leading(names, lambda some: _are_whole(some, 0, full, contains))
     windows = [_Window(number, group, block_size, end) for number, group in enumerate(windowed, 1)]
     asked, step = end, _FIRST_ASKED
     while end:
@@ -53,7 +53,7 @@ def resume_point(names: Sequence[BlockName], groups: Sequence[LayerGroup], block
 
 
 class _Window:
-    """A group of windowed layers. ``there`` [blocks]: whether the tier has each block; False where not known."""
+    """A group of windowed layers. ``there`` [blocks]: whether the tier has each block; False if that is not known."""
 
     def __init__(self, number: int, group: LayerGroup, block_size: int, num_blocks: int) -> None:
         self.number, self.group, self._block_size = number, group, block_size
@@ -72,9 +72,9 @@ class _Window:
         return first + int(lacking[-1]) if len(lacking) else _NONE
 
 
-def _are_whole(names: Sequence[BlockName], number: int, group: LayerGroup, contains: Contains) -> npt.NDArray[np.bool_]:
+def _are_whole(names: Sequence[BlockName], number: int, group: LayerGroup, contains: Contains) -> list[bool]:
     """Return for each block of a group whether all of its pages are there."""
-    pages = [page_name(name, number, index) for name in names for index in range(group.pages_per_block)]
-    if not pages:
-        return np.zeros(0, bool)
-    return np.array(contains(pages)).reshape(len(names), -1).all(axis=1)
+    each = group.pages_per_block
+    pages = [page_name(name, number, index) for name in names for index in range(each)]
+    there = contains(pages) if pages else []
+    return [all(there[start : start + each]) for start in range(0, len(there), each)]

@@ -1,15 +1,18 @@
 """Adapts conversations to strict chat templates.
 
 The APIs allow several messages of one role in a row, a system message anywhere, a user's text after the result of a
-tool, and ids of any length. Each function here adapts a conversation to templates that refuse one of these. A resulting
-message depends on earlier messages only, and later ones only extend it. So the prompt of a turn stays a prefix of the
-next turn's prompt, as far as the template allows, and the prefix cache has it.
+tool, ids of any length, several calls in a message, and text beside its reasoning. Each function here adapts a
+conversation to templates that refuse one of these, or leave a part of it out. A resulting message depends on earlier
+messages only, and later ones only extend it. So the prompt of a turn stays a prefix of the next turn's prompt, as far
+as the template allows, and the prefix cache has it.
 """
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from string import ascii_letters, digits
 from typing import Any
+
+import msgspec
 
 Message = dict[str, Any]
 
@@ -90,6 +93,33 @@ def with_single_calls(messages: Sequence[Message]) -> list[Message]:
         else:
             made.append(message)
     return made
+
+
+def with_text_in_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """Join the text beside reasoning in a message that calls tools with the reasoning."""
+    made: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls") and message.get("content"):
+            named = [name for name in _REASONING if message.get(name)]
+            joined = {name: f"{message[name]}\n{message['content']}" for name in named}
+            message = {**message, **joined, "content": ""} if named else message
+        made.append(message)
+    return made
+
+
+def with_values_of_results(messages: Sequence[Message]) -> list[Message]:
+    """Give results of tools that are JSON as values, which a template that writes JSON does not quote."""
+    return [
+        {**message, "content": _value(message["content"])} if message["role"] == "tool" else message
+        for message in messages
+    ]
+
+
+def _value(text: Any) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, TypeError):
+        return text
 
 
 def _behind_call(messages: Sequence[Message], call_id: str | None) -> int:

@@ -18,6 +18,7 @@ _ASSISTANT: Message = {"role": "assistant", "content": "probe_assistant"}
 _SYSTEM: Message = {"role": "system", "content": "probe_system"}
 _FUNCTION = {"name": "probe_tool", "description": "probe", "parameters": {"type": "object", "properties": {}}}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
+_UNDESCRIBED = [{"type": "function", "function": {**_FUNCTION, "description": ""}}]
 _LONG_ID = "call_0123456789abcdef"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that templates name."""
@@ -65,6 +66,8 @@ _LOGGED: dict[_Shape, str] = {
     strict_turns.with_alternating_roles: "alternating roles only: turns of one role are joined",
     strict_turns.with_user: "no conversation without the user: it gets an empty message of the user",
     strict_turns.with_single_calls: "one call in a message only: each of several gets a message of its own",
+    strict_turns.with_text_in_reasoning: "no text beside reasoning in a message with calls: it joins the reasoning",
+    strict_turns.with_values_of_results: "no text of a result as it is: results that are JSON are given as values",
     strict_turns.with_names: "no result of a tool without its name: it gets that of the call",
     strict_turns.with_short_ids: "ids of calls of nine characters only: others are shortened",
 }
@@ -95,9 +98,9 @@ class Template:
         Raises:
             ChatTemplateError: the template refuses the conversation.
         """
-        given = [_named(message, self._text) for message in messages]
+        given = [self._named(message) for message in messages]
         rest = {
-            "tools": list(tools) if tools else None,
+            "tools": [self._described(tool) for tool in tools] if tools else None,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             **self._special_tokens,
@@ -135,12 +138,32 @@ class Template:
         return any("probe_tool" in (self._tried(messages) or "") for messages in ([_USER], [_SYSTEM, _USER]))
 
     @cached_property
+    def _knows_developer(self) -> bool:
+        """Whether the template names messages of the developer, and writes them in another way than the system's."""
+        if "developer" not in self._text:
+            return False
+        return self._tried([{**_SYSTEM, "role": "developer"}, _USER], tools=False) != self._tried(
+            [_SYSTEM, _USER], tools=False
+        )
+
+    @cached_property
+    def _needs_descriptions(self) -> bool:
+        """Whether the template refuses a tool that has no description."""
+        function = {name: value for name, value in _FUNCTION.items() if name != "description"}
+        tools = [{"type": "function", "function": function}]
+        return self._tried([_USER], tools=tools) is None and self._tried([_USER], tools=_UNDESCRIBED) is not None
+
+    @cached_property
     def _shapes(self) -> list[_Shape]:
         """The adaptations that the template needs: it refuses a conversation without one, and takes a similar one."""
         late = self._tried([_SYSTEM, _USER, {**_SYSTEM, "content": "probe_late"}, _USER], tools=False) or ""
         call, turns = _called(self.dialect, {}), [_USER, _ASSISTANT, _USER]
         doubled = [_USER, _USER], [_USER, _ASSISTANT, _ASSISTANT, _USER]
-        calls = [call[0], {**call[1], "tool_calls": call[1]["tool_calls"] * 2}, *call[2:] * 2]
+        other = _called(self.dialect, {}, name="probe_other")[1]["tool_calls"]
+        calls = [call[0], {**call[1], "tool_calls": [*call[1]["tool_calls"], *other]}, *call[2:] * 2]
+        all_written = self._tried(calls) or ""
+        thoughtful = [call[0], {**call[1], "reasoning": "probe", "reasoning_content": "probe", "thinking": "probe"}]
+        quoted = self._tried([*call[:2], {**call[2], "content": '"'}]) or ""
         unnamed = [*call[:2], {key: call[2][key] for key in call[2] if key != "name"}]
         needed: dict[_Shape, bool] = {
             strict_turns.with_one_system: "probe_system" not in late or "probe_late" not in late,
@@ -150,7 +173,13 @@ class Template:
             ),
             strict_turns.with_alternating_roles: any(self._refuses(one, but=turns) for one in doubled),
             strict_turns.with_user: self._refuses([_SYSTEM], but=[_SYSTEM, _USER]),
-            strict_turns.with_single_calls: self._refuses(calls, but=call, tools=True),
+            strict_turns.with_single_calls: "probe_name" in (self._tried(call) or "")
+            and "probe_other" not in all_written,
+            strict_turns.with_text_in_reasoning: self._refuses(
+                [thoughtful[0], {**thoughtful[1], "content": "probe"}], but=thoughtful, tools=True
+            ),
+            # gpt-oss has learnt results as they are (OpenAI's Harmony); others keep what their template does with text.
+            strict_turns.with_values_of_results: "<|channel|>" in self._text and '"\\""' in quoted,
             strict_turns.with_names: self._refuses(unnamed, but=call, tools=True),
             strict_turns.with_short_ids: self._refuses(_called(self.dialect, {}, _LONG_ID), but=call, tools=True),
         }
@@ -165,6 +194,22 @@ class Template:
                 messages = shape(messages)
         return messages
 
+    def _named(self, message: Message) -> Message:
+        named = dict(message)
+        if isinstance(content := message.get("content"), list):
+            named["content"] = "\n".join(part["text"] for part in content)
+        if named.get("role") == "developer" and not self._knows_developer:
+            named["role"] = "system"  # "developer" is OpenAI's newer name for it
+        if "reasoning_content" in named and ".thinking" in self._text:  # gpt-oss calls it so
+            named["thinking"] = named["reasoning_content"]
+        return named
+
+    def _described(self, tool: dict[str, Any]) -> dict[str, Any]:
+        function = tool.get("function")
+        if not function or "description" in function or not self._needs_descriptions:
+            return tool
+        return {**tool, "function": {**function, "description": ""}}
+
     def _renders_calls(self, dialect: Dialect) -> bool:
         """Whether the template writes a call, and its arguments as JSON."""
         arguments: Any = '{"probe_key": 1}' if dialect.arguments_as_text else {"probe_key": 1}
@@ -176,10 +221,11 @@ class Template:
         """Whether the template refuses a conversation, but takes another one."""
         return self._tried(but, tools=tools) is not None and self._tried(messages, tools=tools) is None
 
-    def _tried(self, messages: Sequence[Message], *, tools: bool = True) -> str | None:
-        """Render a conversation without changes; None: the template refuses it."""
+    def _tried(self, messages: Sequence[Message], *, tools: bool | list[dict[str, Any]] = True) -> str | None:
+        """Render a conversation without changes, with ``tools``; None: the template refuses it."""
+        given = (_TOOLS if tools else None) if isinstance(tools, bool) else tools
         try:
-            return self._rendered(messages, tools=_TOOLS if tools else None, **self._special_tokens)
+            return self._rendered(messages, tools=given, **self._special_tokens)
         except Exception:  # a template may raise any error
             return None
 
@@ -196,27 +242,18 @@ def renderer() -> Callable[..., Any]:
     return render_jinja_template
 
 
-def _called(dialect: Dialect, arguments: dict[str, Any] | str, call_id: str = "abcdefghi") -> list[Message]:
+def _called(
+    dialect: Dialect, arguments: dict[str, Any] | str, call_id: str = "abcdefghi", name: str = "probe_name"
+) -> list[Message]:
     if arguments == {} and dialect.arguments_as_text:
         arguments = "{}"
-    call = {"id": call_id, "type": "function", "function": {"name": "probe_name", "arguments": arguments}}
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     content = "" if dialect.empty_content else None
     return [
         _USER,
         {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "content": "probe_result", "tool_call_id": call_id, "name": "probe_name"},
+        {"role": "tool", "content": "probe_result", "tool_call_id": call_id, "name": name},
     ]
-
-
-def _named(message: Message, template: str) -> Message:
-    named = dict(message)
-    if isinstance(content := message.get("content"), list):
-        named["content"] = "\n".join(part["text"] for part in content)
-    if named.get("role") == "developer" and "developer" not in template:
-        named["role"] = "system"  # "developer" is OpenAI's newer name for it, which most templates do not know
-    if "reasoning_content" in named and ".thinking" in template:  # gpt-oss calls it so
-        named["thinking"] = named["reasoning_content"]
-    return named
 
 
 class ChatTemplate:

@@ -104,6 +104,8 @@ def _groups_error(hello: Hello) -> str | None:
         if (number > 0) != (0 < group.window <= _MAX_INT32) or group.window < 0 or (group.chunked and not number):
             kind = "chunks" if group.chunked else "a window"
             return f"{name} has {kind} of {group.window} tokens: the first group sees all tokens, and no other does"
+        if group.state and (group.window != 2 or group.chunked):
+            return f"{name} has states, and a window of {group.window} tokens, which is not 2"
     if hello.num_blocks != (blocks := pages // groups[0].pages_per_block):
         return f"it has {hello.num_blocks} blocks of its first group, but pages for {blocks}"
     if not hello.no_segments:
@@ -119,7 +121,7 @@ def shape_of(hello: Hello, most_tokens: int) -> ArenaShape | None:
     if not hello.groups:
         return None
     full, *windows = hello.groups
-    shapes = tuple(WindowShape(one.window, one.pages_per_block, one.chunked) for one in windows)
+    shapes = tuple(WindowShape(one.window, one.pages_per_block, one.chunked, one.state) for one in windows)
     return ArenaShape(hello.num_pages, full.pages_per_block, shapes, most_tokens)
 
 

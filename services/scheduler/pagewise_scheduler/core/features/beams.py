@@ -215,6 +215,7 @@ class BeamGroups(Feature):
         if table.blocks and self._kv.num_available > self._kv.num_for_next:
             prefix = self._kv.fork(table, num_computed)
             self._plan.copy(self._kv.take(fork, prefix))
+            self._plan.copy(self._kv.begin_windows(fork, []))
         return fork
 
     def _new_sequence(self, request: Request) -> RequestSequence:

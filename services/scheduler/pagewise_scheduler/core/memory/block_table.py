@@ -24,6 +24,51 @@ class WindowTable:
         """The number of blocks up to the last one that it holds."""
         return self.first + len(self.blocks)
 
+    def take(self, other: "WindowTable") -> None:
+        """Have what ``other`` has."""
+        self.first, self.blocks = other.first, other.blocks
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self.first, self.blocks, self.source, self.loading = 0, [], -1, False
+
+    def joined(self) -> tuple[int, list[int]]:
+        """How a sequence that joins describes it, as ``NewSequence.windows`` has it."""
+        return self.first, self.blocks
+
+
+@dataclass(slots=True)
+class StateTable(WindowTable):
+    """The blocks of a sequence in a group of states: the ones behind ``tokens`` tokens, which it keeps, and the one to
+    which steps write, which is the last of ``blocks``. There is none of these until its first step is planned.
+
+    ``entry``: the tokens behind which the sequence begins that joins next; None: some step has written. ``stop``: the
+    number of tokens behind which the last block has the states when all planned steps are back; in decoding, the end of
+    the block of tokens.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    stop: int = -1
+    entry: int | None = None
+
+    def take(self, other: WindowTable) -> None:
+        """Have what ``other`` has."""
+        assert isinstance(other, StateTable)
+        self.blocks, self.tokens, self.entry, self.stop = [*other.blocks], [*other.tokens], None, -1
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        WindowTable.clear(self)
+        self.tokens, self.entry, self.stop = [], None, -1
+
+    def joined(self) -> tuple[int, list[int]]:
+        """How a sequence that joins describes it, as ``NewSequence.windows`` has it."""
+        entry, self.entry = self.entry, None
+        if not entry:
+            return 0, self.blocks[:1] if entry == 0 else self.blocks[-1:]
+        at = self.tokens.index(entry)
+        return entry, self.blocks[at : at + 2]
+
 
 @dataclass(slots=True)
 class CachedPrefix:
@@ -62,7 +107,11 @@ class BlockTable:
     __slots__ = ("block_size", "blocks", "cache_salt", "due", "last_node", "owner", "windows")
 
     def __init__(
-        self, block_size: int, cache_salt: str | None = None, owner: RequestRef | None = None, num_windows: int = 0
+        self,
+        block_size: int,
+        cache_salt: str | None = None,
+        owner: RequestRef | None = None,
+        windows: tuple[WindowTable, ...] = (),
     ) -> None:
         self.block_size = block_size
         self.cache_salt = cache_salt
@@ -70,7 +119,7 @@ class BlockTable:
         self.blocks: list[int] = []
         self.due: list[int] = []
         self.last_node: CachedBlock | None = None
-        self.windows = tuple(WindowTable() for _ in range(num_windows)) if num_windows else ()
+        self.windows = windows
 
     @property
     def num_slots(self) -> int:

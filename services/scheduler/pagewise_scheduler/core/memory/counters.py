@@ -20,6 +20,8 @@ class MemoryCounters:
         recalled: came from tiers without ids. recall_failed: were not there any more, or not whole; they are computed.
         written: went to such tiers. not_written: were to go there, but were evicted before, not worth it, or not taken.
         copied: copied on write: a sequence had to write into a shared block.
+        snapshots_taken: snapshots of windows or states that were made on the device. snapshots_used: sequences that
+            began with one. snapshots_unused: were evicted before any sequence began with them, and no tier kept them.
     """
 
     evicted: int = 0
@@ -36,6 +38,9 @@ class MemoryCounters:
     recall_failed: int = 0
     written: int = 0
     not_written: int = 0
+    snapshots_taken: int = 0
+    snapshots_used: int = 0
+    snapshots_unused: int = 0
 
     def by_name(self) -> dict[str, int]:
         """All counts by their names in metrics: the host's evicted blocks are "host_evicted"."""

@@ -14,7 +14,7 @@ from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import Segment, num_computed
 
 from pagewise_scheduler.core.memory import eviction
-from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, WindowTable
 from pagewise_scheduler.core.memory.eviction_history import RequestRef
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.timeline import Timeline
@@ -286,17 +286,17 @@ class Request:
     def create_next(self) -> RequestSequence:
         """Create the next sequence that is pending, with a block table like that of the one before."""
         index = len(self.sequences)
-        block_size, num_windows = 1, 0
+        block_size, windows = 1, tuple[WindowTable, ...]()
         if index:
             before = self.sequences[-1].table
-            block_size, num_windows = before.block_size, len(before.windows)
+            block_size, windows = before.block_size, tuple(type(one)() for one in before.windows)
         params = self.params
         sampling = sequence_sampling(params.sampling, index)
         if params.beam is not None:
             wanted = params.beam.num_candidates(len(sampling.stop_token_ids))
             sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted, beam=True)
         stop_ids = _stop_set(sampling.stop_token_ids)
-        table = BlockTable(block_size, params.cache_salt, self.ref, num_windows)
+        table = BlockTable(block_size, params.cache_salt, self.ref, windows)
         made = RequestSequence(self, index, sampling, table, stop_ids=stop_ids)
         made.sink, made.stream = self.sink, self.stream + index
         self.sequences.append(made)

@@ -289,7 +289,10 @@ class PrefillSet:
         """Give a row to a sequence that has kept its blocks and knows one more token; False: there is no room."""
         if self._num_rows - len(self._free_rows) >= self._limits.max_num_seqs or self._plan_is_full:
             return False
-        if sequence.table.cache_salt != sequence.cache_salt:
+        if (
+            sequence.table.cache_salt != sequence.cache_salt
+            or self._kv.num_to_write(sequence.table) > self._kv.num_available
+        ):
             return False
         if not all(feature.may_rejoin(sequence) for feature in self._features.in_use):
             return False
@@ -387,8 +390,8 @@ class PrefillSet:
         """Let a sequence hold the windows of its tokens from ``start`` to ``stop``."""
         added, copies = self._kv.grow_windows(sequence.table, start, stop, self._scheduler.newest_in_flight)
         self._plan.copy(copies)
-        if sequence in self._members or sequence.status is SequenceStatus.DECODE:  # else its whole tables join
-            self._plan.set_windows(sequence.row, added)
+        joins = sequence not in self._members and sequence.status is not SequenceStatus.DECODE
+        self._plan.set_windows(sequence.row, added, joins=joins)
 
     def _started(self, budget: int, num_decoding: int, in_flight: Sequence[StepInFlight], now: float) -> Chunks:
         """Start waiting sequences and schedule their first chunks, while all their known tokens fit beside the running
@@ -459,8 +462,7 @@ class PrefillSet:
         # ``begin`` pins the blocks to be loaded. It comes before ``grow``, which may demote blocks of the device: these
         # must not evict the blocks to be loaded from their tier.
         recovery = self._recoveries.begin(sequence, prefix, plan, now)
-        if recovery.windows:
-            self._plan.copy(kv.reserve_windows(table, recovery.windows))
+        self._plan.copy(kv.begin_windows(table, recovery.windows))
         size = self._size(sequence, budget)
         num_tokens = max(prefix.num_tokens + size, plan.end * kv.block_size if recovery.locations else 0)
         self._plan.copy(kv.grow(table, num_tokens)[1])

@@ -401,8 +401,6 @@ class Scheduler:
             # A sequence that was preempted or has ended meanwhile has cached its blocks then.
             if sequence.came_back(num_computed):
                 self.cache_full_blocks(sequence, num_computed)
-                if sequence.table.due:
-                    self.kv.take_due_snapshots(sequence.table)
         taken = take_logprobs(step, result, output)
         for feature in self.features.in_use:
             tokens = feature.verify(step, tokens)

@@ -241,6 +241,7 @@ class PlanBuilder:
         self._constraints: dict[TokenConstraints, int] = {}
         self.joined_bytes = 0
         self._windows: list[tuple[int, int, int]] = []
+        self._states: list[tuple[int, int, int, int]] = []
         self._window_copies: dict[tuple[int, int], int] = {}  # by group and target block
 
     def leave(self, row: int) -> None:
@@ -261,6 +262,7 @@ class PlanBuilder:
         self._tables = [change for change in self._tables if change[0] != row]
         self.computed = [computed for computed in self.computed if computed[0] != row]
         self._windows = [change for change in self._windows if change[0] != row]
+        self._states = [change for change in self._states if change[0] != row]
         self.moves = [move for move in self.moves if move.row != row]
         self.drafts = {sequence: draft for sequence, draft in self.drafts.items() if sequence.row != row}
 
@@ -273,9 +275,16 @@ class PlanBuilder:
         """The row's block table has ``blocks`` from ``index`` on."""
         self._tables += [(row, number, block) for number, block in enumerate(blocks, index)]
 
-    def set_windows(self, row: int, added: Iterable[tuple[int, int]]) -> None:
-        """The row's tables of windowed layers have these further blocks: groups and blocks."""
-        self._windows += [(row, group, block) for group, block in added]
+    def set_windows(self, row: int, added: Iterable[tuple[int, int, int]], *, joins: bool = False) -> None:
+        """The row's tables of windowed layers have these further blocks, as ``grow_windows`` returns them.
+
+        ``joins``: it takes its row in this plan, with its whole windows and the states with which it begins.
+        """
+        for group, token, block in added:
+            if token >= 0:
+                self._states.append((row, group, token, block))
+            elif not joins:
+                self._windows.append((row, group, block))
 
     def join(self, sequence: RequestSequence, num_computed_tokens: int, root: BlockHash) -> None:
         """The sequence takes its row, with the blocks it holds now. ``root``: the hash before its first block."""
@@ -286,6 +295,7 @@ class PlanBuilder:
                 self._constraints[shared] = len(self._constraints)
                 self.joined_bytes += shared.num_bytes
             constraints = self._constraints[shared]
+        windows = (one.joined() for one in sequence.table.windows)
         joined = NewSequence(
             row=sequence.row,
             tokens=sequence.token_bytes(),
@@ -296,7 +306,7 @@ class PlanBuilder:
             root=root,
             constraints=constraints,
             adapter=sequence.request.adapter_slot,
-            windows=tuple((one.first, pack_int32s(one.blocks)) for one in sequence.table.windows),
+            windows=tuple((first, pack_int32s(blocks)) for first, blocks in windows),
         )
         self.joined_bytes += _size(joined)
         self._joined.append(joined)
@@ -332,9 +342,9 @@ class PlanBuilder:
             moves=tuple(self.moves),
             drafts=tuple((sequence.row, draft.tobytes()) for sequence, draft in self.drafts.items()),
         )
-        if unmapped or self._windows:
-            windows = pack_int32s([*chain.from_iterable(self._windows)])
-            plan = GroupedStepPlan(**msgspec.structs.asdict(plan), windows=windows, unmapped=unmapped)
+        if unmapped or self._windows or self._states:
+            windows, states = (pack_int32s([*chain.from_iterable(some)]) for some in (self._windows, self._states))
+            plan = GroupedStepPlan(**msgspec.structs.asdict(plan), windows=windows, unmapped=unmapped, states=states)
         self.clear()
         return plan
 

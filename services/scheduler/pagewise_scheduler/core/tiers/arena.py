@@ -31,12 +31,13 @@ class WindowShape(NamedTuple):
     """A group of windowed layers.
 
     ``window``: tokens that a query sees, itself included; if ``chunked``, tokens of a chunk. ``pages_per_block``: pages
-    that a block takes.
+    that a block takes. ``state``: the layers are recurrent, and a block has their states behind a token.
     """
 
     window: int
     pages_per_block: int
     chunked: bool = False
+    state: bool = False
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,13 +1,13 @@
 """The KV memory of a model with several groups of layers: those that see all tokens, and windows."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from itertools import chain, takewhile
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, takewhile, zip_longest
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, pack_int32s
 
-from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix, WindowTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
@@ -17,6 +17,7 @@ from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.snapshots import SnapshotPool, nearest_pool
+from pagewise_scheduler.core.tiers.states import StateGroup
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Location, Tier
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
@@ -60,7 +61,7 @@ class GroupedKVCacheManager(KVCacheManager):
         self.host.share(arena, each, self._forget_snapshots)
         self.host.can_begin = self.can_begin
         self.host.snapshots = tuple(
-            SnapshotPool(group, number, one, self.block_size, arena, policy)
+            SnapshotPool(group, number, one, self.block_size, arena, policy, counters)
             for group, one in enumerate(self.shape.windows, 1)
         )
         return self.host
@@ -73,7 +74,9 @@ class GroupedKVCacheManager(KVCacheManager):
         pool.share(self._arena, shape.pages_per_block, self._forget_snapshots)
         lower = self.host.snapshots if self.host is not None else (None,) * len(shape.windows)
         self.windows = tuple(
-            WindowGroup(number, one, self.block_size, shape.most_tokens, self._arena, policy, below)
+            (StateGroup if one.state else WindowGroup)(
+                number, one, self.block_size, shape.most_tokens, self._arena, policy, counters, below
+            )
             for number, (one, below) in enumerate(zip(shape.windows, lower, strict=True), 1)
         )
         for tier in self.hashed.values():
@@ -196,7 +199,7 @@ class GroupedKVCacheManager(KVCacheManager):
         length = junction = next((number for number, node in enumerate(blocks) if node.block < 0), len(blocks))
         while length and any(group.blocks_at(blocks[length - 1]) is None for group in self.windows):
             length -= 1
-        windows = tuple(self._window_of(group, blocks, length) for group in self.windows)
+        windows = tuple(group.table_at(blocks, length) for group in self.windows)
         prefix = CachedPrefix(blocks[:length], -1, 0, length * self.block_size, windows=windows, resume=length)
         prefix.junction, prefix.path = junction, blocks
         if self.host is not None:
@@ -212,19 +215,11 @@ class GroupedKVCacheManager(KVCacheManager):
             return all(group.blocks_at(node) is not None for group in self.windows)
         return all(nearest_pool(group, node) is not None for group in self.windows)
 
-    @staticmethod
-    def _window_of(group: WindowGroup, path: Sequence[CachedBlock], end: int) -> WindowTable:
-        """The window behind the first ``end`` blocks of a path, without blocks if the device does not have it."""
-        held = group.blocks_at(path[end - 1]) if 0 < end <= len(path) else None
-        if held is None:
-            return WindowTable(group.first_needed(end * group.block_size) if end else 0)
-        return WindowTable(end - len(held), [*held])
-
     def loaded_to(self, prefix: CachedPrefix, end: int) -> CachedPrefix:
         """The prefix of a sequence that loads what the device lacks to begin behind ``end`` blocks: the blocks and the
         windows that it has. The sequence shares them."""
         blocks = [*takewhile(lambda node: node.block >= 0, prefix.path[:end])]
-        windows = tuple(self._window_of(group, prefix.path, end) for group in self.windows)
+        windows = tuple(group.table_at(prefix.path, end) for group in self.windows)
         found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size, windows=windows, resume=end)
         found.junction, found.path, found.offloaded = prefix.junction, prefix.path, prefix.path[len(blocks) : end]
         return found
@@ -247,17 +242,20 @@ class GroupedKVCacheManager(KVCacheManager):
         for number in groups:
             pool = self.host.snapshots[number - 1]
             pool.pin(blocks := pool.blocks_at(node) or [])
+            pool.used(node)
             held.append([Location(self.host, pool.tier, block, node, group=number) for block in blocks])
         return held
 
-    def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
-        """Let a table have blocks for the windows that are to be loaded into them. Returns copies as ``grow`` does."""
+    def begin_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
+        """Let a table that has taken a prefix have blocks for the windows that are loaded, which are ``held``, and for
+        what its sequence writes. Returns copies as ``grow`` does."""
         made: list[BlockCopy] = []
-        for group, one, locations in zip(self.windows, table.windows, held, strict=True):
-            one.loading = True
+        for group, one, locations in zip_longest(self.windows, table.windows, held, fillvalue=[]):
+            one.loading = bool(held)
             if locations:
-                one.blocks, copies = group.reserve(len(locations))
+                one.blocks[:0], copies = group.reserve(len(locations))
                 made += copies
+            made += group.begin(one)
         return made
 
     def nothing(self) -> CachedPrefix:
@@ -266,16 +264,12 @@ class GroupedKVCacheManager(KVCacheManager):
 
     def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
-        windows = zip(self.windows, table.windows, strict=True)
-        return all(one.first <= group.first_needed(num_tokens) for group, one in windows)
+        return all(group.can_fork(one, num_tokens) for group, one in zip(self.windows, table.windows, strict=True))
 
     def fork(self, table: BlockTable, num_tokens: int) -> CachedPrefix:
         """The prefix of a sequence that begins as ``table``'s first ``num_tokens`` tokens, computed and cached."""
-        prefix, last, windows = super().fork(table, num_tokens), self.blocks_for(num_tokens), list[WindowTable]()
-        for group, one in zip(self.windows, table.windows, strict=True):
-            first = max(one.first, group.first_needed(num_tokens))
-            windows.append(WindowTable(first, one.blocks[first - one.first : last - one.first]))
-        prefix.windows = tuple(windows)
+        prefix, windows = super().fork(table, num_tokens), zip(self.windows, table.windows, strict=True)
+        prefix.windows = tuple(group.fork(one, num_tokens) for group, one in windows)
         return prefix
 
     def num_full_blocks(self, count: int, group: int) -> int:
@@ -298,16 +292,18 @@ class GroupedKVCacheManager(KVCacheManager):
         """Begin a table as ``KVCacheManager.take`` does, with the windows of the prefix."""
         for group, one, held in zip(self.windows, table.windows, prefix.windows, strict=True):
             group.pin(held.blocks)
-            one.first, one.blocks = held.first, held.blocks
+            one.take(held)
             if 0 < prefix.resume <= len(prefix.path):
                 group.used(prefix.path[prefix.resume - 1])
         made = [*super().take(table, prefix)]
         for group, one in zip(self.windows, table.windows, strict=True) if prefix.partial_tokens else ():
-            (target,), copies = group.reserve(1)
-            made += copies
-            group.release(one.blocks[-1:])
-            one.source, one.blocks[-1] = one.blocks[-1], target
+            made += group.copy_last(one)
         return made
+
+    def num_to_write(self, table: BlockTable) -> int:
+        """By how much ``num_available`` falls if a sequence writes into the blocks that it has."""
+        windows = zip(self.windows, table.windows, strict=True)
+        return sum(group.num_to_write(one) * group.pages_per_block for group, one in windows)
 
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
@@ -316,10 +312,22 @@ class GroupedKVCacheManager(KVCacheManager):
         """
         end, begin = num_tokens // self.block_size, max(prefix.resume, len(prefix.blocks))
         table.due = [begin] if begin and any(not one.blocks for one in prefix.windows) else []
-        table.due += [prefix.junction] if begin < prefix.junction < end - self.windows[0].margin else []
+        table.due += (
+            [prefix.junction] if begin < prefix.junction < end - min(group.margin for group in self.windows) else []
+        )
         table.due += [end] if begin < end else []
 
-    def take_due_snapshots(self, table: BlockTable) -> None:
+    def cache_full_blocks(
+        self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
+    ) -> list[tuple[int, int, int]]:
+        """Let others find the table's full blocks, as ``KVCacheManager`` does, and take the snapshots that are due."""
+        replaced = super().cache_full_blocks(table, num_computed, tokens_of)
+        self._take_due_snapshots(table)
+        for group, one in zip(self.windows, table.windows, strict=True):
+            group.computed(one, table.num_known, table.due)
+        return replaced
+
+    def _take_due_snapshots(self, table: BlockTable) -> None:
         """Take the snapshots whose nodes the table has reached."""
         while table.due and table.due[0] <= table.num_known:
             depth = table.due.pop(0)
@@ -337,20 +345,20 @@ class GroupedKVCacheManager(KVCacheManager):
 
     def grow_windows(
         self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
-    ) -> tuple[list[tuple[int, int]], Copies]:
+    ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
-        copies, added = list[BlockCopy](), list[tuple[int, int]]()
+        copies, added = list[BlockCopy](), list[tuple[int, int, int]]()
         for group, one in zip(self.windows, table.windows, strict=True):
-            end = one.end
-            copies += group.grow(one, start, num_tokens, in_flight_step, table.due)
-            added += [(group.number, block) for block in one.blocks[end - one.first :]]
+            found, made = group.grow(one, start, num_tokens, in_flight_step, table.due)
+            added += [(group.number, token, block) for token, block in found]
+            copies += made
         return added, copies
 
     def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
         self.take_snapshots(table)
         for group, one in zip(self.windows, table.windows, strict=True):
             group.drop(one.blocks, in_flight_step)
-            one.first, one.blocks, one.source, one.loading = 0, [], -1, False
+            one.clear()
         table.due = []
 
     def step_returned(self, step: int) -> None:

@@ -150,7 +150,7 @@ class KVCacheManager(WindowHooks):
 
     def new_table(self, cache_salt: str | None = None, owner: RequestRef | None = None) -> BlockTable:
         """An empty block table of the request ``owner`` that shares the cache of ``cache_salt``."""
-        return BlockTable(self.block_size, cache_salt, owner, len(self.windows))
+        return BlockTable(self.block_size, cache_salt, owner, tuple(group.new_table() for group in self.windows))
 
     def cache_tier(self, number: int) -> HostTier | None:
         """The tier of that number below the device, if the executor has it."""

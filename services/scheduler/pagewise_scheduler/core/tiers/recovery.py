@@ -324,7 +324,8 @@ class Recoveries:
                 # One request is for one epoch of a peer: a reset peer has lost the blocks that were held before.
                 if locations and lives.setdefault((of := locations[0].source).peer, of.epoch) == of.epoch:
                     # All at once: a window is small.
-                    blocks, recovery.windows[number] = recovery.sequence.table.windows[number].blocks, []
+                    recovery.windows[number] = []
+                    blocks = recovery.sequence.table.windows[number].blocks[: len(locations)]
                     self.transfers.ask(step, requested, recovery, locations, blocks)
             while recovery.back:
                 part = recovery.last_part

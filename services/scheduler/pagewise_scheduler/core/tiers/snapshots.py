@@ -15,6 +15,7 @@ from itertools import islice, pairwise, takewhile
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
 
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape, per_page
@@ -29,15 +30,15 @@ class Snapshot:
 
     ``points``: the nodes behind which a sequence can begin with it, ``node`` first. ``kind``, ``last_used``: as of
     ``CachedBlock``. ``since``: the depth of the snapshot before it on the way from the root, from which on everything
-    would be computed again without this one.
+    would be computed again without this one. ``was_used``: some sequence has begun with it.
     """
 
-    __slots__ = ("blocks", "first", "kind", "last_used", "node", "points", "since")
+    __slots__ = ("blocks", "first", "kind", "last_used", "node", "points", "since", "was_used")
 
     def __init__(self, points: list[CachedBlock], first: int, blocks: list[int], since: int) -> None:
         self.node, self.points, self.first, self.blocks, self.since = points[0], points, first, blocks, since
         self.kind = self.node.kind
-        self.last_used = 0
+        self.last_used, self.was_used = 0, False
 
 
 class _SnapshotValues:
@@ -75,15 +76,16 @@ class SnapshotPool:
         block_size: int,
         arena: Arena,
         policy: EvictionPolicy,
+        counters: MemoryCounters,
         below: "SnapshotPool | None" = None,
     ) -> None:
         self.number, self.tier, self.block_size, self.below = number, tier, block_size, below
-        self.window, self.pages_per_block, self.chunked = shape
+        self.window, self.pages_per_block, self.chunked, _ = shape
         self.num_blocks = self.num_unmapped = arena.num_pages // self.pages_per_block
         self.evicted: Callable[[Snapshot, SnapshotPool, list[BlockCopy]], None] | None = None
         self.at: dict[CachedBlock, Snapshot] = {}
         self.recoverable: dict[BlockHash, int] = {}
-        self._arena, self._policy = arena, policy
+        self._arena, self._policy, self._counters = arena, policy, counters
         self._users, self._snapshots = [0] * self.num_blocks, [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self.num_cached = 0
@@ -107,6 +109,10 @@ class SnapshotPool:
     def users(self, block: int) -> int:
         """Tables that hold a block, and copies that read or write it."""
         return self._users[block]
+
+    def has_snapshot(self, block: int) -> bool:
+        """Whether a block belongs to a snapshot."""
+        return self._snapshots[block] > 0
 
     # ---- blocks --------------------------------------------------------------------------------------
 
@@ -168,8 +174,10 @@ class SnapshotPool:
 
     def used(self, node: CachedBlock) -> None:
         """A sequence has begun behind a node."""
-        if node in self.at:
-            self._use(self.at[node])
+        if (snapshot := self.at.get(node)) is not None:
+            self._counters.snapshots_used += 1
+            snapshot.was_used = True
+            self._use(snapshot)
 
     def _add(self, snapshot: Snapshot) -> None:
         self.at |= dict.fromkeys(snapshot.points, snapshot)
@@ -276,29 +284,33 @@ class SnapshotPool:
             self._queue.push(one, NEAREST)
         if snapshot is None:
             return False
-        if self.below is not None:
-            self.below.take_over(snapshot, self.tier, copies)
-        elif self.evicted is not None:
+        kept = self.below is not None and self.below.take_over(snapshot, self.tier, copies)
+        self._counters.snapshots_unused += not kept and not snapshot.was_used
+        if self.below is None and self.evicted is not None:
             self.evicted(snapshot, self, copies)
         if snapshot.points:  # else room was made below for it by blocks of its path
             self._drop_snapshot(snapshot)
         return True
 
-    def take_over(self, snapshot: Snapshot, source: int, copies: list[BlockCopy]) -> None:
-        """Keep a snapshot that the tier ``source`` is about to evict, if there is room for it.
+    def take_over(self, snapshot: Snapshot, source: int, copies: list[BlockCopy]) -> bool:
+        """Keep a snapshot that the tier ``source`` is about to evict, if there is room for it. Returns whether it is
+        kept.
 
         ``copies``: the list to which the copies are added. The blocks that they write stay in use until they are
         confirmed, so that neither the blocks nor their pages get other content before.
         """
         node, first = snapshot.node, snapshot.first
         if all(point in self.at for point in snapshot.points):
-            return
+            return True
         path = [*islice(ancestors(node), node.depth - first)][::-1]
         known = [self._block_of[one] for one in path if one in self._block_of]
         self.pin(known)
         missing = len(path) - len(known)
         has_room = self._arena.try_take(self, missing, copies)
-        if has_room and snapshot.points and snapshot.node is node:  # making room has left its path in the tree
+        keeps = (
+            has_room and bool(snapshot.points) and snapshot.node is node
+        )  # making room has left its path in the tree
+        if keeps:
             added = iter(self._take_free(missing))
             for one, block in zip(path, snapshot.blocks, strict=False):
                 if one not in self._block_of:
@@ -306,8 +318,11 @@ class SnapshotPool:
                     self._node_of[own] = one
                     copies.append((source, block, self.tier, own, self.number))
             points = [point for point in snapshot.points if point not in self.at]
-            self._add(Snapshot(points, first, [self._block_of[one] for one in path], snapshot.since))
+            made = Snapshot(points, first, [self._block_of[one] for one in path], snapshot.since)
+            made.was_used = snapshot.was_used
+            self._add(made)
         self.release(known)
+        return keeps
 
 
 def nearest_pool(pool: SnapshotPool | None, node: CachedBlock) -> SnapshotPool | None:

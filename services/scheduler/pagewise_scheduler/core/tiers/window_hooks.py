@@ -44,21 +44,27 @@ class WindowHooks:
         """Hold the windows at the end of a node in the tier below the device, of each of ``groups``."""
         return []
 
-    def reserve_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
-        """Let a table have blocks for the windows that are to be loaded into them. Returns copies as ``grow`` does."""
+    def begin_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
+        """Let a table that has taken a prefix have blocks for the windows that are loaded, which are ``held``, and for
+        what its sequence writes. Returns copies as ``grow`` does."""
         return ()
+
+    def num_to_write(self, table: BlockTable) -> int:
+        """By how much ``num_available`` falls if a sequence writes into the blocks that it has."""
+        return 0
 
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""
 
-    def take_due_snapshots(self, table: BlockTable) -> None:
-        """Take the snapshots whose nodes the table has reached."""
-
     def grow_windows(
         self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
-    ) -> tuple[list[tuple[int, int]], Copies]:
+    ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``, and drop the blocks before, at
-        once or when ``in_flight_step`` returns. Returns the groups and blocks that were added, and copies."""
+        once or when ``in_flight_step`` returns.
+
+        Returns the blocks that were added, each as group, token, block, and copies. ``token``: in a group of states,
+        the one from which on states are written to the block; -1 in others.
+        """
         return [], ()
 
     def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.block_table import WindowTable
+from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape
@@ -35,9 +36,10 @@ class WindowGroup(SnapshotPool):
         most_tokens: int,
         arena: Arena,
         policy: EvictionPolicy,
+        counters: MemoryCounters,
         below: SnapshotPool | None = None,
     ) -> None:
-        super().__init__(number, DEVICE, shape, block_size, arena, policy, below)
+        super().__init__(number, DEVICE, shape, block_size, arena, policy, counters, below)
         self.margin = -(-MARGIN // block_size)
         self.most_blocks = -(-(self.window - 1 + most_tokens) // block_size) + 3 + self.margin
         self._retiring: deque[tuple[int, list[int]]] = deque()
@@ -47,13 +49,55 @@ class WindowGroup(SnapshotPool):
         """Most blocks that a sequence of ``num_tokens`` tokens holds at once."""
         return min(-(-num_tokens // self.block_size), self.most_blocks)
 
+    def new_table(self) -> WindowTable:
+        """An empty table."""
+        return WindowTable()
+
+    def table_at(self, path: Sequence[CachedBlock], end: int) -> WindowTable:
+        """The window behind the first ``end`` blocks of a path, without blocks if the device does not have it."""
+        held = self.blocks_at(path[end - 1]) if 0 < end <= len(path) else None
+        if held is None:
+            return WindowTable(self.first_needed(end * self.block_size) if end else 0)
+        return WindowTable(end - len(held), [*held])
+
+    def can_fork(self, table: WindowTable, num_tokens: int) -> bool:
+        """Whether a table still holds the window at the end of its first ``num_tokens`` tokens."""
+        return table.first <= self.first_needed(num_tokens)
+
+    def fork(self, table: WindowTable, num_tokens: int) -> WindowTable:
+        """The window of a sequence that begins as the first ``num_tokens`` tokens of a table."""
+        first = max(table.first, self.first_needed(num_tokens))
+        last = -(-num_tokens // self.block_size)
+        return WindowTable(first, table.blocks[first - table.first : last - table.first])
+
+    def begin(self, table: WindowTable) -> Copies:
+        """A table has what its sequence begins with. Returns copies as ``reserve`` does."""
+        return ()
+
+    def num_to_write(self, table: WindowTable) -> int:
+        """The blocks that a table needs to write into its last block."""
+        return 0
+
+    def copy_last(self, table: WindowTable) -> Copies:
+        """Let a table have a block of its own instead of the last one, of which it shares a part."""
+        (target,), copies = self.reserve(1)
+        self.release(table.blocks[-1:])
+        table.source, table.blocks[-1] = table.blocks[-1], target
+        return copies
+
     def grow(
-        self, table: WindowTable, start: int, num_tokens: int, in_flight_step: int | None, due: Sequence[int] = ()
-    ) -> Copies:
+        self,
+        table: WindowTable,
+        start: int,
+        num_tokens: int,
+        in_flight_step: int | None,
+        due: Sequence[int],
+    ) -> tuple[list[tuple[int, int]], Copies]:
         """Let a table hold what the tokens from ``start`` to ``num_tokens`` read and write.
 
         Blocks before that are dropped when ``in_flight_step`` has returned, except those of snapshots that are ``due``
-        (see ``BlockTable``). Returns copies as ``Pool.reserve`` does.
+        (see ``BlockTable``). Returns (-1, block) for each block that was added, and copies as ``Pool.reserve``
+        does.
         """
         # Two blocks more: a snapshot at the last full block is taken when the steps behind that block are planned.
         first = self.first_needed(start - 2 * self.block_size)
@@ -66,10 +110,13 @@ class WindowGroup(SnapshotPool):
             table.first += gone
         missing = -(-num_tokens // self.block_size) - table.end
         if missing <= 0:
-            return ()
+            return [], ()
         added, copies = self.reserve(missing)
         table.blocks += added
-        return copies
+        return [(-1, block) for block in added], copies
+
+    def computed(self, table: WindowTable, known: int, due: Sequence[int]) -> None:
+        """The first ``known`` blocks of a sequence are computed and in the prefix tree."""
 
     def drop(self, blocks: list[int], in_flight_step: int | None) -> None:
         """Drop one user of each block, at once or when the step returns."""
@@ -100,4 +147,5 @@ class WindowGroup(SnapshotPool):
         first = max(table.first, needed - self.margin)
         blocks = table.blocks[first - table.first : node.depth - table.first]
         since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
+        self._counters.snapshots_taken += 1
         self._add(Snapshot(self._points(node, first), first, blocks, since))

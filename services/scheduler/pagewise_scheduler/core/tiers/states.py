@@ -1,0 +1,139 @@
+"""The states of recurrent layers, on the device: the block that a sequence writes, and the ones that it keeps.
+
+A block has the states of all recurrent layers behind one token. A sequence writes into its last block in place. To keep
+the states behind a token, it writes to another block from this token on: nothing is copied. The block that it leaves is
+a snapshot if that token is the last of a full block in the prefix tree. So decoding keeps the states behind the last
+full block at no cost, and a prompt is not cut where it keeps some.
+
+Behind a node a sequence needs one block, as if the layers had a window of two tokens. So snapshots of states are
+evicted, loaded, fetched and restored as those of windows are (see ``snapshots``).
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from pagewise_scheduler.core.memory.block_table import StateTable, WindowTable
+from pagewise_scheduler.core.memory.counters import MemoryCounters
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
+from pagewise_scheduler.core.tiers.arena import Arena, WindowShape
+from pagewise_scheduler.core.tiers.snapshots import Snapshot, SnapshotPool
+from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
+from pagewise_scheduler.core.tiers.windows import WindowGroup
+
+_MOST_BLOCKS = 4
+"""Blocks of a sequence: the one that it writes, the one behind its last full block, and two that steps in flight leave
+or that become snapshots."""
+
+
+class StateGroup(WindowGroup):
+    """The device's blocks of the states of one group of recurrent layers."""
+
+    def __init__(
+        self,
+        number: int,
+        shape: WindowShape,
+        block_size: int,
+        most_tokens: int,
+        arena: Arena,
+        policy: EvictionPolicy,
+        counters: MemoryCounters,
+        below: SnapshotPool | None = None,
+    ) -> None:
+        super().__init__(number, shape, block_size, most_tokens, arena, policy, counters, below)
+        self.margin, self.most_blocks = 0, _MOST_BLOCKS
+
+    def new_table(self) -> StateTable:
+        """An empty table."""
+        return StateTable()
+
+    def table_at(self, path: Sequence[CachedBlock], end: int) -> StateTable:
+        """The states behind the first ``end`` blocks of a path, without a block if the device does not have them."""
+        held = self.blocks_at(path[end - 1]) if 0 < end <= len(path) else None
+        return StateTable(blocks=[*(held or ())], tokens=[end * self.block_size] if end else [])
+
+    def can_fork(self, table: WindowTable, num_tokens: int) -> bool:
+        """Whether a table has kept the states behind its first ``num_tokens`` tokens."""
+        assert isinstance(table, StateTable)
+        return num_tokens in table.tokens
+
+    def fork(self, table: WindowTable, num_tokens: int) -> StateTable:
+        """The states with which a sequence begins as the first ``num_tokens`` tokens of a table: all that it has
+        computed, unless it has kept them."""
+        assert isinstance(table, StateTable)
+        block = table.blocks[table.tokens.index(num_tokens) if num_tokens in table.tokens else -1]
+        return StateTable(blocks=[block], tokens=[num_tokens])
+
+    def begin(self, table: WindowTable) -> Copies:
+        """Let a table that has what its sequence begins with have a block to write. Returns copies as ``reserve``."""
+        assert isinstance(table, StateTable)
+        block, copies = self.reserve(1)
+        table.blocks += block
+        table.entry = table.tokens[-1] if table.tokens else 0
+        return copies
+
+    def copy_last(self, table: WindowTable) -> Copies:
+        """Do nothing: what a sequence shares it does not write."""
+        return ()
+
+    def num_to_write(self, table: WindowTable) -> int:
+        """The blocks that a table needs to write further states: one if it shares its last."""
+        last = table.blocks[-1]
+        return int(self.users(last) > 1 or self.has_snapshot(last))
+
+    def grow(
+        self,
+        table: WindowTable,
+        start: int,
+        num_tokens: int,
+        in_flight_step: int | None,
+        due: Sequence[int],
+    ) -> tuple[list[tuple[int, int]], Copies]:
+        """Let a table have a block to which the tokens from ``start`` to ``num_tokens`` are written.
+
+        It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. Returns
+        (token, block) for each block to which states are written from a token on, and copies.
+        """
+        assert isinstance(table, StateTable)
+        copies: list[BlockCopy] = []
+        size, blocks, tokens = self.block_size, table.blocks, table.tokens
+        marks = [depth * size for depth in due if start < depth * size < num_tokens]
+        ends_here = start < num_tokens and start % size == 0
+        if start not in tokens[-1:] and table.entry is None and (ends_here or self.num_to_write(table)):
+            marks.insert(0, start)
+        switched: list[tuple[int, int]] = []
+        for token in marks:
+            (block,), made = self.reserve(1)
+            copies += made
+            tokens.append(token)
+            blocks.append(block)
+            switched.append((token, block))
+        if start == num_tokens and switched:  # it joins again with that
+            table.entry, switched = start, []
+        table.stop = num_tokens if start < num_tokens else table.stop
+        return switched, copies
+
+    def computed(self, table: WindowTable, known: int, due: Sequence[int]) -> None:
+        """Drop what is older than the newest states behind the ``known`` full blocks that are computed, but not what is
+        ``due``. The steps that have read them are back."""
+        assert isinstance(table, StateTable)
+        size = self.block_size
+        newest = bisect_left(table.tokens, known * size + 1) - 1
+        gone = [index for index in range(newest) if table.tokens[index] // size not in due]
+        self.release(table.blocks[index] for index in gone)
+        for index in reversed(gone):
+            del table.blocks[index], table.tokens[index]
+
+    def take_snapshot(self, node: CachedBlock, table: WindowTable) -> None:
+        """Keep the states behind ``node``, if the table has kept them."""
+        assert isinstance(table, StateTable)
+        token = node.depth * self.block_size
+        if node in self.at:
+            self._use(self.at[node])
+            return
+        # If a step were planned behind ``stop``, it would write elsewhere.
+        at = table.tokens.index(token) if token in table.tokens else -1
+        if not table.loading and (at >= 0 or token == table.stop):
+            since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
+            self._counters.snapshots_taken += 1
+            self._add(Snapshot([node], node.depth - 1, [table.blocks[at]], since))

@@ -1,0 +1,103 @@
+"""States of recurrent layers: what a sequence keeps, where others begin, and what comes back from other tiers."""
+
+import pytest
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.arena import WindowShape
+
+from tests.scheduler.core.arenas import DISK_NAME, check_arena, create
+from tests.scheduler.core.builders import create_request
+from tests.scheduler.core.checking_executor import CheckingExecutor
+from tests.scheduler.core.driving import executor_for, expected_tokens, num_stored, run
+
+STATES = WindowShape(2, 7, state=True)
+
+
+def begin(
+    scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], max_tokens: int = 3, n: int = 1
+) -> Request:
+    """Serve a request alone, and check its tokens."""
+    request = create_request(prompt=prompt, max_tokens=max_tokens, n=n)
+    if scheduler.kv.hashed:
+        request.stored[DISK_NAME] = num_stored(scheduler, executor, request)
+    scheduler.add(request)
+    run(scheduler, executor)
+    assert all(one.output_token_ids.tolist() == expected_tokens(request) for one in request.sequences)
+    check_arena(scheduler)
+    return request
+
+
+def test_a_turn_begins_where_the_last_one_ended() -> None:
+    scheduler = create(400, 1, (STATES,))
+    executor = executor_for(scheduler)
+    first = begin(scheduler, executor, [*range(101)], 12)
+    answer = first.sequences[0].output_token_ids.tolist()
+    assert begin(scheduler, executor, [*range(101), *answer, 7, 7]).num_cached_tokens == 112
+    assert begin(scheduler, executor, [*range(101), 9, 9]).num_cached_tokens == 100
+    assert begin(scheduler, executor, [*range(99), 9, 9]).num_cached_tokens == 0
+    assert begin(scheduler, executor, [*range(99), 8, 8]).num_cached_tokens == 96, (
+        "the last one has left the path there"
+    )
+
+
+def test_decoding_takes_few_blocks() -> None:
+    scheduler = create(400, 1, (STATES,))
+    executor = executor_for(scheduler)
+    begin(scheduler, executor, [*range(30)], 200)
+    (group,) = scheduler.kv.windows
+    assert group.num_used <= 3
+
+
+def test_outputs_share_the_states_of_their_prompt() -> None:
+    scheduler = create(600, 1, (STATES,))
+    executor = executor_for(scheduler)
+    begin(scheduler, executor, [*range(90)], 8, n=4)
+    assert executor.num_computed < 90 + 4 * (8 + 4)
+
+
+def test_states_come_back_from_the_host() -> None:
+    scheduler = create(160, 1, (STATES, WindowShape(9, 1)), host_pages=900, recovery="swap")
+    executor = executor_for(scheduler)
+    prompt = [*range(120)]
+    answer = begin(scheduler, executor, prompt, 12).sequences[0].output_token_ids.tolist()
+    for other in range(4):
+        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(130)])
+    again = begin(scheduler, executor, [*prompt, *answer, 7, 7])
+    assert sum(again.cached_tokens.values()) == 128
+    assert executor.num_windows_loaded > 0
+
+
+def test_states_come_back_from_the_disk() -> None:
+    scheduler = create(100, 1, (STATES,), disk=True, recovery="swap")
+    executor = executor_for(scheduler)
+    prompt = [*range(120)]
+    begin(scheduler, executor, prompt, 12)
+    for other in range(4):
+        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(130)])
+    again = begin(scheduler, executor, [*prompt, 7, 7])
+    assert sum(again.cached_tokens.values()) == 120
+
+
+@pytest.mark.parametrize("shift", [0, 1, 100, 333, 600])
+def test_prompts_that_leave_a_prefix_anywhere_hit_it(shift: int) -> None:
+    """64 prompts share a beginning, at whose end none ends. The first ones take a snapshot where they leave it."""
+    scheduler = create(4000, 1, (STATES,), budget=512, block_size=16)
+    executor = executor_for(scheduler)
+    shared = [*range(1000 + shift)]
+    hits = [
+        begin(scheduler, executor, [*shared, *(10_000 * (number + 1) + i for i in range(50))]).num_cached_tokens
+        for number in range(64)
+    ]
+    assert hits[2:] == [(1000 + shift) // 16 * 16] * 62
+
+
+def test_snapshots_are_counted() -> None:
+    scheduler = create(100, 1, (STATES,))
+    executor = executor_for(scheduler)
+    begin(scheduler, executor, [*range(40)], 12)
+    begin(scheduler, executor, [*range(40), 7])
+    counters = scheduler.kv.pool.counters
+    assert (counters.snapshots_taken, counters.snapshots_used, counters.snapshots_unused) == (2, 1, 0)
+    for other in range(4):
+        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(70)])
+    assert counters.snapshots_unused >= 2
