@@ -58,6 +58,7 @@ class PlayedStates:
         self._tables: list[int] = []
         self._switches: list[int] = []
         self._left: list[int] = []
+        self._copies: list[BlockCopies] = []
         if host_folder is None:
             self.runner.reset(Welcome(epoch, 8, 256))
 
@@ -71,11 +72,10 @@ class PlayedStates:
         return [name.hash for name in chain(self.root, pack_int32s(tokens), BLOCK_SIZE)]
 
     def join(self, row: int, tokens: list[int], *, shared: Row | None = None, at: int = 0) -> Row:
-        """Let a sequence join in the next step, behind the first ``at`` tokens of another one that has a snapshot there;
-        its block of attention that is not full is copied."""
+        """Let a sequence join in the next step, behind the first ``at`` tokens of another one that has a snapshot there,
+        whose block of attention that is not full is copied."""
         full = at // BLOCK_SIZE
         blocks = list(shared.blocks[:full]) if shared is not None else []
-        self._copies: list[BlockCopies] = getattr(self, "_copies", [])
         if at % BLOCK_SIZE:
             assert shared is not None
             blocks.append(next(self.free))
@@ -118,7 +118,7 @@ class PlayedStates:
             self._grow(row, self.rows[row].num_computed + 1)
         for row, size in chunks.items():
             self._grow(row, self.rows[row].num_computed + size)
-        made, self._copies = getattr(self, "_copies", []), []
+        made, self._copies = self._copies, []
         plan = GroupedStepPlan(
             self.epoch, self.number, left=tuple(self._left), joined=tuple(self._joined),
             tables=pack_int32s(self._tables), chunks=tuple(chunks.items()), states=pack_int32s(self._switches),

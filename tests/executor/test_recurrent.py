@@ -1,4 +1,4 @@
-"""Models with recurrent layers, whose states are kept in pages: the tokens of transformers, however they are computed."""
+"""Models with recurrent layers, whose states are kept in pages: the tokens of transformers, whatever the steps."""
 
 import random
 from pathlib import Path

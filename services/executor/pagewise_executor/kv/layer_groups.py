@@ -23,8 +23,9 @@ _MOST_WASTE = 0.02
 _BLOCKS_BEHIND = 3
 """Blocks that a table keeps beside its window: two for a snapshot at the last full block, and the block that a step
 begins to fill while steps in flight still read the first."""
-_STATE_BLOCKS = 3
-"""Blocks of states that a sequence holds: the one that it writes, and two snapshots."""
+_STATE_BLOCKS = 4
+"""Blocks of states that a sequence holds: the one that it writes, the one behind its last full block, and two that
+steps in flight leave or that become snapshots."""
 _MARGIN = 64
 """Tokens before the window at the end of a prompt that its snapshot has too."""
 
@@ -92,7 +93,7 @@ class PageLayout:
         """Pages that a sequence of ``num_tokens`` tokens holds while it decodes; with ``in_flight``, most pages that
         it holds while its prompt is computed."""
         blocks = -(-num_tokens // self.block_size)
-        pages = _STATE_BLOCKS * self.states.pages_per_block if self.states is not None else 0
+        pages = min(blocks, _STATE_BLOCKS) * self.states.pages_per_block if self.states is not None else 0
         for group in self.groups:
             seen = -(-(group.window - 1 + in_flight) // self.block_size) + _BLOCKS_BEHIND
             seen += -(-_MARGIN // self.block_size) if in_flight else 0
@@ -139,9 +140,8 @@ def page_layout(
     members: dict[tuple[int, bool], list[int]] = {(0, False): []}
     for index, one in enumerate(kinds):
         members.setdefault((one.window, one.chunked), []).append(index)
-    if (len(members) == 1 and not states) or any(
-        len({kinds[index].shape for index in held}) > 1 for held in members.values()
-    ):
+    unequal = any(len({kinds[index].shape for index in held}) > 1 for held in members.values())
+    if unequal or (len(members) == 1 and not states):
         return None
     sizes = {key: bytes_per_block([kinds[held[0]].shape], block_size, dtype) for key, held in members.items()}
     pages = {count * sizes[key] for key, held in members.items() for count in range(1, len(held) + 1)}
@@ -151,13 +151,12 @@ def page_layout(
             Group(tuple(held), kinds[held[0]].shape, *key, min(len(held), page // sizes[key]))
             for key, held in members.items()
         )
-        taken = [
-            (len(one.layers) * size, one.pages_per_block) for one, size in zip(groups, sizes.values(), strict=True)
-        ]
+        used = [len(one.layers) * size for one, size in zip(groups, sizes.values(), strict=True)]
+        taken = list(zip(used, (one.pages_per_block for one in groups), strict=True))
         recurrent = StateGroup(len(states), sum(states), -(-sum(states) // page)) if states else None
         if recurrent is not None:
             taken.append((recurrent.num_bytes, recurrent.pages_per_block))
-        waste = max(1 - used / (count * page) for used, count in taken)
+        waste = max(1 - size / (count * page) for size, count in taken)
         layouts.append(PageLayout(groups, page, waste, block_size, recurrent))
     return max(layouts, key=lambda one: (-max(one.waste, _MOST_WASTE), one.page_bytes))
 

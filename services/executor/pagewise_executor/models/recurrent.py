@@ -237,8 +237,8 @@ def check_recurrent(config: ExecutorConfig, device: torch.device) -> None:
     }
     if options := [option for option, given in refused.items() if given]:
         raise ModelError(
-            f"{options[0]}: {config.model} has recurrent layers, whose states are kept on the CPU only, by one rank and "
-            "in pages of a table"
+            f"{options[0]}: {config.model} has recurrent layers, which are computed by PyTorch on the CPU only, by one "
+            "rank, and with block tables"
         )
 
 
