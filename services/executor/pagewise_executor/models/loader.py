@@ -124,7 +124,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         trust = config.trust_remote_code
         recurrent = try_without_weights(config.model, model_config, dtype, trust_remote_code=trust).recurrent
     if recurrent:
-        check_recurrent(config, device)
+        check_recurrent(config, device, ranks.size)
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)

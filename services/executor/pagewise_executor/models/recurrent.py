@@ -223,14 +223,14 @@ def page_states(model: nn.Module, layers: Sequence[RecurrentLayer], context: Rec
     return found
 
 
-def check_recurrent(config: ExecutorConfig, device: torch.device) -> None:
+def check_recurrent(config: ExecutorConfig, device: torch.device, num_ranks: int) -> None:
     """Check that the options are for models with recurrent layers.
 
     Raises:
         ModelError: they are not.
     """
     refused = {
-        f"--tensor-parallel {config.tensor_parallel}": config.tensor_parallel > 1,
+        f"--tensor-parallel {num_ranks}": num_ranks > 1,
         "--kv-mapping mmu": config.kv_mapping == "mmu",
         "--kernels triton": config.kernels == "triton",
         "--device cuda": device.type == "cuda",

@@ -89,6 +89,8 @@ def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_
     types = ", ".join(sorted({type(module).__name__ for module in stateful.values()}))
     if stateful and not recurrent_layers(text):
         raise ModelError(f"{name} keeps state that is no paged KV, in modules of type {types}; {SERVED}")
+    if recurrent_layers(text) and not stateful:
+        raise ModelError(f"{name} has recurrent layers, and no module gets their states from a cache; {SERVED}")
     recurrent: list[RecurrentLayer] = []
     if stateful and failure is None:
         recurrent = _recorded(f"{name} keeps states in modules of type {types}", skeleton, stateful, trial, text)
@@ -202,7 +204,7 @@ class _Trial:
         called = {call.module for call in self.calls}
         found = {}
         for name, module in skeleton.named_modules():
-            if is_attention(module, self._text) or not _takes_state(module):
+            if module in called or is_attention(module, self._text) or not _takes_state(module):
                 continue  # an attention module that does not call the function is counted by the caller
             _, *parts = module.modules()
             if not called.intersection(parts) and not any(_takes_state(part) for part in parts):
