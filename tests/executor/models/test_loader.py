@@ -100,7 +100,7 @@ def test_what_cannot_be_served_is_refused_by_name(model: Path) -> None:
     edit_config(model, alibi=False, is_encoder_decoder=True)
     assert "only decoder-only models are served" in refused(model)
     edit_config(model, is_encoder_decoder=False, layer_types=["linear_attention", *["full_attention"] * 2])
-    assert "has recurrent layers, and no module gets their states from a cache" in refused(model)
+    assert "cannot be tried without its weights" in refused(model)
     edit_config(model, layer_types=["linear_attention"] * 3)
     assert "has no layers with attention" in refused(model)
     edit_config(model, layer_types=["xlstm", *["full_attention"] * 2])
