@@ -72,7 +72,7 @@ class PlayedStates:
         return [name.hash for name in chain(self.root, pack_int32s(tokens), BLOCK_SIZE)]
 
     def join(self, row: int, tokens: list[int], *, shared: Row | None = None, at: int = 0) -> Row:
-        """Let a sequence join in the next step, behind the first ``at`` tokens of another one that has a snapshot there.
+        """Let a sequence join in the next step, behind the first ``at`` tokens of another one with a snapshot there.
 
         A block of attention that is not full is copied.
         """
