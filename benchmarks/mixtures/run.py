@@ -1,11 +1,15 @@
-"""Decode of a small mixture of experts on the CPU: Pagewise beside transformers with its loop over experts and without.
+"""Decode of small mixtures of experts on the CPU: Pagewise beside transformers with its loop over experts and without.
 
     python -m benchmarks.mixtures.run [--json FILE]
 
-A Qwen3-MoE of 4 layers in float32. A layer has 64 experts of 96, and a token takes 8 of them. The contenders share a
-process, its threads and the weights, and they decode the same numbers of tokens in turns. Every number is the median of
-the rounds, in CPU milliseconds of the process. Other work on the machine makes them larger, so only ratios of one run
-are compared.
+Models of 4 layers in float32, with random weights. A layer has 64 experts of 96, and a token takes 8 of them. The
+contenders share a process, its threads and the weights, and they decode the same numbers of tokens in turns. Every time
+is the median of the rounds, in CPU milliseconds of the process, and every ratio the median of the ratios of the rounds.
+Other work on the machine makes the times larger, so only ratios are compared. It makes threads wait for each other too,
+so one thread is the default.
+
+A last turn, which does not count for these, measures how much of a step routers and experts are, without what shared
+experts compute. Of a mixture that Pagewise computes as one operation, this has the norm before it.
 """
 
 import argparse
@@ -13,49 +17,118 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
+from unittest import mock
 
 import numpy as np
 import torch
+import transformers
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_kernels.cpu.experts import Mixture, PackedExperts, Router
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.record import record_file, write_record
 
-CONTEXT, STEPS, BLOCK_SIZE = 64, 8, 16
-BATCHES = (1, 4, 16, 64)
+CONTEXT, STEPS, BLOCK_SIZE = 64, 16, 16
+MOST = 64
+"""Sequences."""
 LOOP = "transformers eager"
 _BLOCKS = -(-(CONTEXT + STEPS + 2) // BLOCK_SIZE)
 """Of a sequence."""
+_DECODER = {
+    "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 8, "max_position_embeddings": 512,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+_SHARED = {
+    "moe_intermediate_size": 96, "intermediate_size": 512, "n_routed_experts": 64, "n_shared_experts": 1,
+    "first_k_dense_replace": 0, "norm_topk_prob": True,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"moe_intermediate_size": 96, "intermediate_size": 512, "num_experts": 64, "norm_topk_prob": True},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"intermediate_size": 96, "num_local_experts": 64, "layer_types": ["full_attention"] * 4},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", _SHARED | {"n_group": 1, "topk_group": 1}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        _SHARED
+        | {
+            "head_dim": 16, "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 32, "v_head_dim": 32, "n_group": 8, "topk_group": 4,
+        },
+    ),
+}  # fmt: skip
 
 
-def build_mixture(path: Path) -> None:
+def build_mixture(path: Path, family: str) -> None:
     """Write the model, with random weights."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, moe_intermediate_size=96, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=2, num_experts=64, num_experts_per_tok=8,
-        norm_topk_prob=True, max_position_embeddings=512, eos_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)  # type: ignore[no-untyped-call]
+    name, settings = FAMILIES[family]
+    config = getattr(transformers, name)(**_DECODER | settings)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model.save_pretrained(path)
 
 
-def pagewise(path: Path, kernels: Kernels) -> Callable[[int], float]:
-    """Return a function from a batch to the CPU seconds of one of its decode steps."""
+class Contender(NamedTuple):
+    """``prepare``: from a number of sequences to a function that computes their next tokens. ``mixtures``: the
+    functions that compute routers and experts, each an object and the name of its attribute."""
+
+    prepare: Callable[[int], Callable[[], object]]
+    mixtures: Sequence[tuple[Any, str]]
+
+    def seconds(self, batch: int) -> float:
+        """Return the CPU seconds of a decode step."""
+        step = self.prepare(batch)
+        began = time.process_time()
+        for _ in range(STEPS):
+            step()
+        return (time.process_time() - began) / STEPS
+
+    def share(self, batch: int) -> float:
+        """Return the share of routers and experts in the CPU time of decode steps."""
+        step, within = self.prepare(batch), 0.0
+
+        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **named: Any) -> Any:
+                nonlocal within
+                began = time.process_time()
+                result = function(*args, **named)
+                within += time.process_time() - began
+                return result
+
+            return call
+
+        with ExitStack() as stack:
+            for owner, name in self.mixtures:
+                stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
+            began = time.process_time()
+            for _ in range(STEPS):
+                step()
+            return within / (time.process_time() - began)
+
+
+def pagewise(path: Path, kernels: Kernels) -> Contender:
+    """Return the executor with these kernels."""
     settings = ExecutorConfig(
-        model=str(path), device="cpu", dtype="float32", kernels=kernels, num_blocks=max(BATCHES) * _BLOCKS + 1,
-        block_size=BLOCK_SIZE, max_num_seqs=max(BATCHES), profile=False, threads=torch.get_num_threads(),
+        model=str(path), device="cpu", dtype="float32", kernels=kernels, num_blocks=MOST * _BLOCKS + 1,
+        block_size=BLOCK_SIZE, max_num_seqs=MOST, profile=False, threads=torch.get_num_threads(),
     )  # fmt: skip
     runner = ModelRunner(settings)
 
-    def decode(batch: int) -> float:
-        runner.reset(Welcome(0, max(BATCHES), max(BATCHES) * CONTEXT))
+    def prepare(batch: int) -> Callable[[], object]:
+        runner.reset(Welcome(0, MOST, MOST * CONTEXT))
         joined = tuple(
             NewSequence(
                 row, pack_int32s([(7 * i + row) % 500 for i in range(CONTEXT)]), CONTEXT, 0,
@@ -66,72 +139,85 @@ def pagewise(path: Path, kernels: Kernels) -> Callable[[int], float]:
         )  # fmt: skip
         chunks = tuple((row, CONTEXT) for row in range(batch))
         runner.execute(StepPlan(0, 1, joined=joined, chunks=chunks)).result()
-        runner.execute(StepPlan(0, 2)).result()
-        began = time.process_time()
-        for step in range(STEPS):
-            runner.execute(StepPlan(0, 3 + step)).result()
-        return (time.process_time() - began) / STEPS
+        numbers = count(2)
 
-    return decode
+        def step() -> None:
+            runner.execute(StepPlan(0, next(numbers))).result()
+
+        step()
+        return step
+
+    return Contender(prepare, [(Router, "choose"), (PackedExperts, "sums"), (Mixture, "sums")])
 
 
-def transformers(path: Path, experts: str) -> Callable[[int], float]:
-    """Return such a function for transformers' modules with an ``experts_implementation``."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, experts_implementation=experts)
+def of_transformers(path: Path, experts: str) -> Contender:
+    """Return transformers' modules with an ``experts_implementation``."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation=experts)
     model.eval()
+    blocks = [block for block in model.modules() if hasattr(block, "experts")]
+    parts = [part for block in blocks for part in (block.experts, getattr(block, "gate", None) or block.router)]
 
     @torch.inference_mode()
-    def decode(batch: int) -> float:
+    def prepare(batch: int) -> Callable[[], object]:
         prompts = torch.tensor([[(7 * i + row) % 500 for i in range(CONTEXT)] for row in range(batch)])
         out: Any = model(prompts, use_cache=True, logits_to_keep=1)
-        out = model(out.logits.argmax(-1), past_key_values=out.past_key_values)
-        began = time.process_time()
-        for _ in range(STEPS):
+
+        @torch.inference_mode()
+        def step() -> None:
+            nonlocal out
             out = model(out.logits.argmax(-1), past_key_values=out.past_key_values)
-        return (time.process_time() - began) / STEPS
 
-    return decode
+        step()
+        return step
+
+    return Contender(prepare, [(part, "forward") for part in parts])
 
 
-def compare(rounds: int, kernels: list[Kernels], batches: list[int]) -> list[dict[str, Any]]:
-    """Return a row for each batch and contender: the median CPU-ms of a step, and its speed relative to the loop."""
+def compare(family: str, rounds: int, kernels: list[Kernels], batches: list[int]) -> list[dict[str, Any]]:
+    """Return a row for each batch and contender: the CPU-ms of a step, and its speed relative to the loop."""
     with tempfile.TemporaryDirectory() as folder:
-        build_mixture(Path(folder))
+        build_mixture(Path(folder), family)
         contenders = {f"pagewise {one}": pagewise(Path(folder), one) for one in kernels}
-        contenders |= {f"transformers {one}": transformers(Path(folder), one) for one in ("eager", "grouped_mm")}
+        contenders |= {f"transformers {one}": of_transformers(Path(folder), one) for one in ("eager", "grouped_mm")}
         seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
         for turn in range(rounds + 1):
             for batch in batches:
-                for name, decode in contenders.items():
-                    took = decode(batch)
+                for name, contender in contenders.items():
+                    took = contender.seconds(batch)
                     if turn:  # the first one warms up
                         seconds[batch, name].append(took)
-    medians = {key: statistics.median(found) for key, found in seconds.items()}
+        shares = {(batch, name): contenders[name].share(batch) for batch, name in seconds}
     return [
         {
+            "family": family,
             "batch": batch,
             "name": name,
-            "cpu_ms": round(1e3 * median, 2),
-            "times_the_loop": round(medians[batch, LOOP] / median, 2),
+            "cpu_ms": round(1e3 * statistics.median(found), 2),
+            "times_the_loop": round(
+                statistics.median(one / own for one, own in zip(seconds[batch, LOOP], found, strict=True)), 2
+            ),
+            "share_of_mixtures": round(shares[batch, name], 2),
         }
-        for (batch, name), median in medians.items()
+        for (batch, name), found in seconds.items()
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kernels", nargs="+", default=["cpu", "torch"], choices=get_args(Kernels))
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES), choices=BATCHES)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser.add_argument("--kernels", nargs="+", default=["cpu"], choices=get_args(Kernels))
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], choices=range(1, MOST + 1))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    rows = compare(args.rounds, args.kernels, args.batches)
-    for row in rows:
-        ratio = f"{row['times_the_loop']:>5.2f} times the loop"
-        print(f"{row['batch']:>4} {row['name']:>24} {row['cpu_ms']:>8.2f} CPU-ms, {ratio}")
+    torch.set_num_threads(args.threads)
+    rows = []
+    for family in args.families:
+        for row in compare(family, args.rounds, args.kernels, args.batches):
+            ratio = f"{row['times_the_loop']:>5.2f} times the loop, {row['share_of_mixtures']:.0%} in mixtures"
+            print(f"{family:>12} {row['batch']:>4} {row['name']:>24} {row['cpu_ms']:>8.2f} CPU-ms, {ratio}")
+            rows.append(row)
     if args.json:
         write_record(args.json, {"rows": rows}, threads=torch.get_num_threads())
 

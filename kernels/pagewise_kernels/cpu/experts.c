@@ -4,11 +4,26 @@
 #define AHEAD (VEC == 8 ? 256 : 0)
 #include "products.h"
 
+// Of elementwise.c and router.c.
+void pagewise_rms_norm(const void *x, long x_stride, void *residual, const void *weight, void *out, long rows, long size,
+                       float eps, int bf16, long threads, parallel_fn parallel);
+void pagewise_route(const float *x, long x_stride, const float *packed, const float *bias, const float *correction,
+                    float *logits, float *weights, int64_t *chosen, long tokens, long hidden, long experts, long top_k,
+                    long groups, long top_groups, long normalise, float scale, long threads, parallel_fn parallel);
+
+// What an expert makes of gate and up: gate * sigmoid(alpha * gate) * (up + shift), where neither is beyond the limit.
+struct activation {
+  float alpha, shift, limit;
+};
+
 // A pair is a token and an expert that it chose; pairs are in the order of experts, and of one expert in that of tokens.
 struct experts {
-  // x [tokens, hidden], each row at x_stride; gate_up [experts][2][panels of inner][hidden][PANEL]; down [experts][panels of
-  // hidden][inner][PANEL]; weights [tokens, top_k].
+  // x [tokens, hidden], each row at x_stride; gate_up [experts][panels of inner][hidden][HALF of gate, HALF of up]; down
+  // [experts][panels of hidden][inner][PANEL]; weights [tokens, top_k].
   const float *x, *gate_up, *down, *weights;
+  // gate_up_bias [experts][panels of inner][HALF, HALF] and down_bias [experts, hidden], or NULL.
+  const float *gate_up_bias, *down_bias;
+  struct activation activation;
   // starts [experts + 1]: the first pair of each expert. active [experts]: the experts that have pairs. place [tokens,
   // top_k]: the pair of each choice.
   int64_t *starts, *active, *place;
@@ -17,25 +32,33 @@ struct experts {
   long tokens, top_k, hidden, inner, num_active, next;
 };
 
-static long panels(long columns) { return (columns + PANEL - 1) / PANEL; }
+enum { HALF = PANEL / 2 };
 
-// An item is an expert and PANEL numbers of gate and of up.
+static long pieces(long columns, long size) { return (columns + size - 1) / size; }
+
+INLINE floats activation_of(floats gate, floats up, struct activation with) {
+  floats limit = all(with.limit);
+  gate = select(gate > limit, limit, gate);
+  up = select(up > limit, limit, select(up < -limit, -limit, up));
+  return swish_of(gate, with.alpha) * (up + with.shift);
+}
+
+// An item is an expert, HALF numbers of gate and as many of up.
 static void activate(void *data) {
   struct experts *a = data;
-  long item, count = panels(a->inner), size = a->hidden * PANEL;
+  long item, count = pieces(a->inner, HALF), size = a->hidden * PANEL;
   while ((item = next_item(&a->next)) < a->num_active * count) {
-    long expert = a->active[item / count], first = item % count * PANEL, last = a->starts[expert + 1];
-    long columns = a->inner - first < PANEL ? a->inner - first : PANEL;
-    const float *gate = a->gate_up + (expert * 2 * count + item % count) * size, *up = gate + count * size;
+    long expert = a->active[item / count], first = item % count * HALF, last = a->starts[expert + 1];
+    long columns = a->inner - first < HALF ? a->inner - first : HALF, panel = expert * count + item % count;
     for (long pair = a->starts[expert]; pair < last; pair += ROW_BLOCK) {
-      float gates[ROW_BLOCK * PANEL], ups[ROW_BLOCK * PANEL];
+      float both[ROW_BLOCK * PANEL];
       long rows = last - pair < ROW_BLOCK ? last - pair : ROW_BLOCK;
-      const float *x = a->rows + pair * a->hidden;
-      rows_by_panel(rows, PANEL, a->hidden, x, a->hidden, gate, 0, gates, PANEL);
-      rows_by_panel(rows, PANEL, a->hidden, x, a->hidden, up, 0, ups, PANEL);
+      rows_by_panel(rows, PANEL, a->hidden, a->rows + pair * a->hidden, a->hidden, a->gate_up + panel * size,
+                    a->gate_up_bias ? a->gate_up_bias + panel * PANEL : 0, both, PANEL);
       for (long r = 0; r < rows; r++)
         for (long i = 0; i < columns; i += VEC) {
-          floats value = silu_mul_of(load(gates, r * PANEL + i, 0), load(ups, r * PANEL + i, 0), 0);
+          floats gate = load(both, r * PANEL + i, 0), up = load(both, r * PANEL + HALF + i, 0);
+          floats value = activation_of(gate, up, a->activation);
           store_some(a->activated + (pair + r) * a->inner, first + i, value, columns - i < VEC ? columns - i : VEC, 0);
         }
     }
@@ -45,14 +68,15 @@ static void activate(void *data) {
 // An item is an expert and PANEL numbers of its output.
 static void project(void *data) {
   struct experts *a = data;
-  long item, count = panels(a->hidden);
+  long item, count = pieces(a->hidden, PANEL);
   while ((item = next_item(&a->next)) < a->num_active * count) {
     long expert = a->active[item / count], first = item % count * PANEL, last = a->starts[expert + 1];
     long columns = a->hidden - first < PANEL ? a->hidden - first : PANEL;
     const float *panel = a->down + (expert * count + item % count) * a->inner * PANEL;
+    const float *bias = a->down_bias ? a->down_bias + expert * a->hidden + first : 0;
     for (long pair = a->starts[expert]; pair < last; pair += ROW_BLOCK) {
       long rows = last - pair < ROW_BLOCK ? last - pair : ROW_BLOCK;
-      rows_by_panel(rows, columns, a->inner, a->activated + pair * a->inner, a->inner, panel, 0,
+      rows_by_panel(rows, columns, a->inner, a->activated + pair * a->inner, a->inner, panel, bias,
                     a->rows + pair * a->hidden + first, a->hidden);
     }
   }
@@ -82,16 +106,17 @@ static void run_phase(struct experts *a, void (*phase)(void *), long products, l
   run_team(parallel, products < ALONE_EXPERTS ? 1 : threads, phase, a);
 }
 
-// chosen [tokens, top_k]: numbers of experts. scratch: int64 [2 * experts + 1 + tokens * top_k]. rows, activated: scratch
-// too. Returns -1 if a number is of no expert, and else 0.
-EXPORT int pagewise_experts(const float *x, const float *gate_up, const float *down, const float *weights, long x_stride,
-                            const int64_t *chosen, int64_t *scratch, float *rows, float *activated, float *out,
-                            long tokens, long top_k, long num_experts, long hidden, long inner, long threads,
-                            parallel_fn parallel) {
+// chosen [tokens, top_k]: numbers of experts. scratch: int64 [2 * experts + 1 + pairs], then float [pairs * (hidden +
+// inner)]. Returns -1 if a number is of no expert, and else 0.
+EXPORT int pagewise_experts(const float *x, long x_stride, const float *gate_up, const float *gate_up_bias,
+                            const float *down, const float *down_bias, float alpha, float shift, float limit,
+                            const int64_t *chosen, const float *weights, void *scratch, float *out, long tokens,
+                            long top_k, long num_experts, long hidden, long inner, long threads, parallel_fn parallel) {
   long pairs = tokens * top_k;
   int64_t *starts = scratch, *active = starts + num_experts + 1, *place = active + num_experts;
-  struct experts a = {x, gate_up, down, weights, starts, active, place, rows, activated, out, tokens, top_k, hidden, inner,
-                      0, 0};
+  float *rows = (float *)(place + pairs), *activated = rows + pairs * hidden;
+  struct experts a = {x, gate_up, down, weights, gate_up_bias, down_bias, {alpha, shift, limit}, starts, active, place,
+                      rows, activated, out, tokens, top_k, hidden, inner, 0, 0};
   memset(starts, 0, (num_experts + 1) * sizeof(int64_t));
   for (long i = 0; i < pairs; i++) {
     if (chosen[i] < 0 || chosen[i] >= num_experts) return -1;
@@ -112,4 +137,27 @@ EXPORT int pagewise_experts(const float *x, const float *gate_up, const float *d
   run_phase(&a, project, pairs * inner * hidden, threads, parallel);
   run_phase(&a, add_up, pairs * hidden, threads, parallel);
   return 0;
+}
+
+// A whole mixture: a norm with a residual, as pagewise_rms_norm says, whose weight is ``norm``, or NULL for none; then its
+// router and its experts. scratch: int64 [pairs], that of pagewise_experts, and float [tokens * (hidden + experts) + pairs].
+EXPORT void pagewise_mixture(const float *x, long x_stride, float *residual, const float *norm, float eps,
+                             const float *packed, const float *bias, const float *correction, const float *gate_up,
+                             const float *gate_up_bias, const float *down, const float *down_bias, float alpha, float shift,
+                             float limit, int64_t *scratch, float *out, long tokens, long top_k, long groups,
+                             long top_groups, long normalise, float scale, long num_experts, long hidden, long inner,
+                             long threads, parallel_fn parallel) {
+  long pairs = tokens * top_k;
+  int64_t *own = scratch + pairs;
+  float *normed = (float *)(own + 2 * num_experts + 1 + pairs) + pairs * (hidden + inner);
+  float *logits = normed + tokens * hidden, *weights = logits + tokens * num_experts;
+  if (norm) {
+    pagewise_rms_norm(x, x_stride, residual, norm, normed, tokens, hidden, eps, 0, threads, parallel);
+    x = normed;
+    x_stride = hidden;
+  }
+  pagewise_route(x, x_stride, packed, bias, correction, logits, weights, scratch, tokens, hidden, num_experts, top_k, groups,
+                 top_groups, normalise, scale, threads, parallel);
+  pagewise_experts(x, x_stride, gate_up, gate_up_bias, down, down_bias, alpha, shift, limit, scratch, weights, own, out,
+                   tokens, top_k, num_experts, hidden, inner, threads, parallel);
 }

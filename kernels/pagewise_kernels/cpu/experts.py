@@ -1,19 +1,111 @@
 """Mixtures of experts on the CPU in float32, which ``pagewise_kernels.experts`` computes on a GPU."""
 
+import math
+from typing import NamedTuple
+
 import torch
 
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
-from pagewise_kernels.cpu.operations import check_input, pack_panels
+from pagewise_kernels.cpu.operations import PackedWeight, check_input, check_norm, pack_panels
+
+MAX_EXPERTS = 4096
+
+
+class Choice(NamedTuple):
+    """How a router chooses ``top_k`` of its experts, and the weights of their outputs.
+
+    Scores are the softmax of the logits, or with a ``correction`` the sigmoid of each. The weight of a chosen expert is
+    its score, with ``normalise`` over the sum of the chosen scores, times ``scale``. The ``correction`` [experts] is
+    added to the scores for the choice alone. The choice is among the ``top_groups`` best of ``groups`` groups of
+    experts, where a group is as good as the sum of its two best scores.
+    """
+
+    top_k: int
+    normalise: bool = True
+    scale: float = 1.0
+    correction: torch.Tensor | None = None
+    groups: int = 1
+    top_groups: int = 1
+
+    def fits(self, experts: int) -> bool:
+        """Return whether a router of so many experts can choose so."""
+        size, rest = divmod(experts, self.groups)
+        corrected = self.correction is not None
+        return (
+            experts <= MAX_EXPERTS
+            and rest == 0
+            and 1 <= self.top_groups <= self.groups
+            and 1 <= self.top_k <= self.top_groups * size
+            and (self.groups == 1 or (corrected and size > 1))
+            and (self.correction is None or self.correction.shape == (experts,))
+        )
+
+
+class Router:
+    """Chooses experts by logits of ``weight`` [experts, hidden] and ``bias`` [experts].
+
+    Raises:
+        TypeError: the weight is not float32 on the CPU. ValueError: the choice does not fit its experts.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, choice: Choice) -> None:
+        if not choice.fits(len(weight)):
+            raise ValueError(f"a router of {len(weight)} experts cannot choose by {choice}")
+        self._library = load_library()
+        self._weight = PackedWeight(weight, bias)
+        self._correction = None if choice.correction is None else choice.correction.detach().float().contiguous()
+        self.pointers = *self._weight.pointers, None if self._correction is None else self._correction.data_ptr()
+        self.hidden, self.num_experts, self.top_k = self._weight.ins, self._weight.outs, choice.top_k
+        self.settings = choice.top_k, choice.groups, choice.top_groups, choice.normalise, choice.scale
+
+    @property
+    def num_weights(self) -> int:
+        """The number of weights of the logits."""
+        return self.num_experts * self.hidden
+
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logits [tokens, experts], weights [tokens, k] and experts int64 [tokens, k] of x [tokens, hidden].
+
+        Raises:
+            ValueError: x does not fit. TypeError: it is not float32 on the CPU.
+        """
+        tokens = check_input(x, self.hidden)
+        logits = empty((tokens, self.num_experts), x.dtype)
+        weights = empty((tokens, self.top_k), x.dtype)
+        chosen = empty((tokens, self.top_k), torch.int64)
+        self._library.pagewise_route(
+            x.data_ptr(), x.stride(0), *self.pointers, logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), tokens,
+            self.hidden, self.num_experts, *self.settings, threads(), parallel_regions(),
+        )  # fmt: skip
+        return logits, weights, chosen
+
+
+class Activation(NamedTuple):
+    """What an expert makes of gate and up: gate · sigmoid(alpha · gate) · (up + shift), where neither is beyond
+    ``limit``: gate is at most this, and up between it and its negative."""
+
+    alpha: float
+    shift: float
+    limit: float
+
+
+SILU = Activation(1.0, 0.0, math.inf)
+"""silu(gate) · up."""
 
 
 class PackedExperts:
     """The weights of gate and up [experts, 2 · inner, hidden] and of down [experts, hidden, inner] in panels.
 
+    ``gate_up_bias`` [experts, 2 · inner], ``down_bias`` [experts, hidden]: both, or neither.
+
     Raises:
         TypeError: the weights are not float32 on the CPU. ValueError: their shapes do not fit.
     """
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    def __init__(
+        self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None, activation: Activation = SILU,
+    ) -> None:  # fmt: skip
         if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
             raise ValueError(
                 "experts have gate and up [experts, 2 * inner, hidden] and down [experts, hidden, inner], not "
@@ -21,13 +113,24 @@ class PackedExperts:
             )
         self._library = load_library()
         self.num_experts, self.hidden, self.inner = down.shape
-        self.gate_up = pack_panels(gate_up.unflatten(1, (2, self.inner)))
-        self.down = pack_panels(down)
+        self.gate_up, self.down = pack_panels(gate_up, parts=2), pack_panels(down)
+        self._biases: tuple[torch.Tensor, torch.Tensor] | None = None
+        if gate_up_bias is not None and down_bias is not None:
+            if gate_up_bias.shape != gate_up.shape[:2] or down_bias.shape != down.shape[:2]:
+                raise ValueError(f"biases of the experts cannot be {list(gate_up_bias.shape)}, {list(down_bias.shape)}")
+            in_panels = pack_panels(gate_up_bias.float()[..., None], parts=2)
+            self._biases = in_panels, down_bias.detach().float().contiguous()
+        gate_up_at, down_at = (bias.data_ptr() for bias in self._biases) if self._biases else (None, None)
+        self.pointers = self.gate_up.data_ptr(), gate_up_at, self.down.data_ptr(), down_at, *activation
 
     @property
     def num_weights(self) -> int:
         """The number of weights of all experts."""
         return 3 * self.num_experts * self.hidden * self.inner
+
+    def scratch(self, pairs: int) -> int:
+        """Return the size of the scratch memory of the C function in float32, for so many pairs of token and expert."""
+        return 2 * (2 * self.num_experts + 1 + pairs) + pairs * (self.hidden + self.inner)
 
     def sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sums [tokens, hidden] of the outputs of the experts of each token, x [tokens, hidden].
@@ -46,13 +149,51 @@ class PackedExperts:
         pairs, top_k = chosen.numel(), chosen.shape[1]
         chosen, weights = chosen.long().contiguous(), weights.float().contiguous()
         out = empty((tokens, self.hidden), x.dtype)
-        rows, activated = empty((pairs, self.hidden), x.dtype), empty((pairs, self.inner), x.dtype)
-        scratch = torch.empty(2 * self.num_experts + 1 + pairs, dtype=torch.int64)
+        scratch = empty((self.scratch(pairs),), x.dtype)
         failed = self._library.pagewise_experts(
-            x.data_ptr(), self.gate_up.data_ptr(), self.down.data_ptr(), weights.data_ptr(), x.stride(0),
-            chosen.data_ptr(), scratch.data_ptr(), rows.data_ptr(), activated.data_ptr(), out.data_ptr(), tokens,
-            top_k, self.num_experts, self.hidden, self.inner, threads(), parallel_regions(),
+            x.data_ptr(), x.stride(0), *self.pointers, chosen.data_ptr(), weights.data_ptr(), scratch.data_ptr(),
+            out.data_ptr(), tokens, top_k, self.num_experts, self.hidden, self.inner, threads(), parallel_regions(),
         )  # fmt: skip
         if failed:
             raise ValueError(f"tokens chose experts that are not among the {self.num_experts}")
+        return out
+
+
+class Mixture:
+    """A router and its experts, behind a norm.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+
+    def __init__(self, router: Router, experts: PackedExperts) -> None:
+        shape, expected = (experts.num_experts, experts.hidden), (router.num_experts, router.hidden)
+        if shape != expected:
+            raise ValueError(f"a router of [experts, hidden] {list(expected)} cannot have experts of {list(shape)}")
+        self._library, self._router, self._experts = load_library(), router, experts
+        self._settings = *router.settings, experts.num_experts, experts.hidden, experts.inner
+
+    def sums(
+        self, x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the outputs [tokens, hidden] for x [tokens, hidden], or with ``norm`` for ``operations.rms_norm`` of
+        x, this weight, ``eps`` and the ``residual``, which that changes.
+
+        Raises:
+            ValueError: shapes do not fit. TypeError: x is not float32 on the CPU.
+        """
+        experts, top_k = self._experts, self._router.top_k
+        tokens = check_input(x, experts.hidden)
+        if norm is not None:
+            check_norm(x, norm, residual)
+        pairs = tokens * top_k
+        scratch = empty(
+            (2 * pairs + experts.scratch(pairs) + tokens * (experts.hidden + experts.num_experts) + pairs,), x.dtype
+        )
+        out = empty((tokens, experts.hidden), x.dtype)
+        self._library.pagewise_mixture(
+            x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
+            None if norm is None else norm.data_ptr(), eps, *self._router.pointers, *experts.pointers,
+            scratch.data_ptr(), out.data_ptr(), tokens, *self._settings, threads(), parallel_regions(),
+        )  # fmt: skip
         return out

@@ -37,8 +37,15 @@ FUNCTIONS = {
     "pagewise_linear": [
         _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER
     ],
+    "pagewise_route": [
+        _POINTER, _LONG, *[_POINTER] * 6, *[_LONG] * 7, ctypes.c_float, _LONG, _POINTER
+    ],
     "pagewise_experts": [
-        *[_POINTER] * 4, _LONG, *[_POINTER] * 5, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER
+        _POINTER, _LONG, *[_POINTER] * 4, *[ctypes.c_float] * 3, *[_POINTER] * 4, *[_LONG] * 6, _POINTER
+    ],
+    "pagewise_mixture": [
+        _POINTER, _LONG, _POINTER, _POINTER, ctypes.c_float, *[_POINTER] * 7, *[ctypes.c_float] * 3, _POINTER, _POINTER,
+        *[_LONG] * 5, ctypes.c_float, *[_LONG] * 4, _POINTER
     ],
     "pagewise_int8_panel": [],
     "pagewise_int8_group": [],

@@ -16,13 +16,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     Raises:
         ValueError: shapes or strides do not fit. TypeError: types do not.
     """
-    if x.dim() != 2 or weight.shape != x.shape[1:] or x.stride(1) != 1 or not weight.is_contiguous():
-        raise ValueError(f"rms_norm takes rows [rows, size] and a weight [size], not {list(x.shape)}")
-    _check_types(x, weight)
-    if residual is not None:
-        if residual.shape != x.shape or not residual.is_contiguous():
-            raise ValueError(f"the residual is contiguous {list(x.shape)} like x, not {list(residual.shape)}")
-        _check_types(x, residual)
+    check_norm(x, weight, residual)
     rows, size = x.shape
     out = empty((rows, size), x.dtype)
     load_library().pagewise_rms_norm(
@@ -50,24 +44,26 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def pack_panels(weight: torch.Tensor) -> torch.Tensor:
+def pack_panels(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Return weights float32 [.., outs, ins] as [.., panels, ins, panel], with zeros behind the last output.
 
-    Outputs lie in panels of as many as the registers of this processor hold at once.
+    Outputs lie in panels of as many as the registers of this processor hold at once. Of several equal ``parts`` of the
+    outputs, a panel has as many outputs of each.
 
     Raises:
         TypeError: the weights are not float32 on the CPU.
     """
     if weight.dim() < 2 or weight.dtype != torch.float32 or weight.device.type != "cpu":
         raise TypeError(f"weights are float32 [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
-    panel = load_library().pagewise_panel()
-    weight = weight.detach()
+    size = load_library().pagewise_panel() // parts
     *others, outs, ins = weight.shape
-    whole, rest = divmod(outs, panel)
-    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, panel), torch.float32)
-    packed[..., :whole, :, :] = weight[..., : whole * panel, :].unflatten(-2, (whole, panel)).transpose(-2, -1)
-    packed[..., whole:, :, :rest] = weight[..., None, whole * panel :, :].transpose(-2, -1)
-    return packed
+    whole, rest = divmod(outs // parts, size)
+    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, parts, size), torch.float32)
+    divided = weight.detach().view(*others, parts, outs // parts, ins)
+    in_panels = divided[..., : whole * size, :].unflatten(-2, (whole, size))
+    packed[..., :whole, :, :, :] = in_panels.movedim((-4, -3, -2, -1), (-2, -4, -1, -3))
+    packed[..., whole:, :, :, :rest] = divided[..., None, :, whole * size :, :].movedim(-1, -3)
+    return packed.flatten(-2)
 
 
 class PackedWeight:
@@ -84,7 +80,7 @@ class PackedWeight:
         self.packed = pack_panels(weight)
         self.outs, self.ins = weight.shape
         self.bias = None if bias is None else bias.detach().float().contiguous()
-        self._pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+        self.pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].
@@ -94,12 +90,25 @@ class PackedWeight:
         """
         rows = check_input(x, self.ins)
         out = empty((rows, self.outs), x.dtype)
-        packed, bias = self._pointers
+        packed, bias = self.pointers
         self._library.pagewise_linear(
             x.data_ptr(), x.stride(0), packed, bias, out.data_ptr(), rows, self.ins, self.outs, threads(),
             parallel_regions(),
         )  # fmt: skip
         return out
+
+
+def check_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """Check the arguments of ``rms_norm``.
+
+    Raises:
+        ValueError: shapes or strides do not fit. TypeError: types do not.
+    """
+    if x.dim() != 2 or weight.shape != x.shape[1:] or x.stride(1) != 1 or not weight.is_contiguous():
+        raise ValueError(f"rms_norm takes rows [rows, size] and a weight [size], not {list(x.shape)}")
+    if residual is not None and (residual.shape != x.shape or not residual.is_contiguous()):
+        raise ValueError(f"the residual is contiguous {list(x.shape)} like x, not {list(residual.shape)}")
+    _check_types(x, weight, x if residual is None else residual)
 
 
 def check_input(x: torch.Tensor, ins: int) -> int:
@@ -110,12 +119,13 @@ def check_input(x: torch.Tensor, ins: int) -> int:
     """
     if x.dim() != 2 or x.shape[1] != ins or x.stride(1) != 1:
         raise ValueError(f"the product takes contiguous rows of {ins}, not {list(x.shape)}")
-    if x.dtype != torch.float32 or x.device.type != "cpu":
+    if x.dtype != torch.float32 or not x.is_cpu:
         raise TypeError(f"the product takes float32 on the CPU, not {x.dtype} on {x.device}")
-    return len(x)
+    return x.shape[0]
 
 
 def _check_types(x: torch.Tensor, *others: torch.Tensor) -> None:
-    if x.dtype not in TYPES or any(other.dtype != x.dtype for other in others) or x.device.type != "cpu":
+    dtypes = [tensor.dtype for tensor in (x, *others)]
+    if x.dtype not in TYPES or not x.is_cpu or dtypes.count(x.dtype) < len(dtypes):
         given = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (x, *others))
         raise TypeError(f"the CPU operations take tensors of one type, float32 or bfloat16, on the CPU, not {given}")

@@ -44,9 +44,14 @@ INLINE void product_rows(int nr, long rows, long depth, const float *a, long lda
                          int add) {
   long m = 0;
   for (; m + MR <= rows; m += MR) product_block(MR, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
-  for (; m + 4 <= rows; m += 4) product_block(4, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
-  for (; m + 2 <= rows; m += 2) product_block(2, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
-  if (m < rows) product_block(1, nr, depth, a + m * lda, lda, b, c + m * ldc, ldc, add);
+  a += m * lda, c += m * ldc;
+  switch (rows - m) {
+    case 5: product_block(5, nr, depth, a, lda, b, c, ldc, add); break;
+    case 4: product_block(4, nr, depth, a, lda, b, c, ldc, add); break;
+    case 3: product_block(3, nr, depth, a, lda, b, c, ldc, add); break;
+    case 2: product_block(2, nr, depth, a, lda, b, c, ldc, add); break;
+    case 1: product_block(1, nr, depth, a, lda, b, c, ldc, add); break;
+  }
 }
 
 INLINE void product_of(long rows, long columns, long depth, const float *a, long lda, const float *b, long panel_depth,

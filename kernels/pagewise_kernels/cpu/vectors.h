@@ -100,12 +100,15 @@ INLINE float exp2_one(float x) { return exp2_of(all(x))[0]; }
 
 #define LOG2E 1.4426950408889634f
 
-// silu(gate) · up, where silu is rounded as transformers does.
-INLINE floats silu_mul_of(floats gate, floats up, int bf16) {
-  floats power = gate * -LOG2E;
+// x · sigmoid(alpha · x).
+INLINE floats swish_of(floats x, float alpha) {
+  floats power = x * (alpha * -LOG2E);
   floats grown = exp2_of(select(power > 126.0f, all(126.0f), power));
-  return rounded(select(power > 126.0f, all(0), gate / (1.0f + grown)), bf16) * up;
+  return select(power > 126.0f, all(0), x / (1.0f + grown));
 }
+
+// silu(gate) · up, where silu is rounded as transformers does.
+INLINE floats silu_mul_of(floats gate, floats up, int bf16) { return rounded(swish_of(gate, 1.0f), bf16) * up; }
 
 // Run body(data) on all threads of a team. ``parallel`` is GOMP_parallel of the OpenMP runtime that torch has loaded, so
 // that the team is torch's own: a second one would compete with it for the cores. NULL, or one thread: run it here.

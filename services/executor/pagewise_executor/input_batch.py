@@ -405,6 +405,8 @@ class InputBatch:
 
     def _check_moves(self, plan: StepPlan) -> None:
         """Check the moves of a plan: rows that go on past moved tokens get all of them."""
+        if not plan.moves and not plan.chunks:
+            return
         moved = Counter[int]()
         for move in plan.moves:
             self._check_move(move)

@@ -1,5 +1,6 @@
 """What a decode step launches on a GPU, counted without one: Triton's kernels, and what torch computes between them."""
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,25 @@ def test_a_mixture_of_experts_is_five_kernels_of_a_layer(
         at = found.index("skinny_linear_kernel")
         assert found[at : at + 5] == mixture
         assert len(found) == 14
+
+
+@pytest.mark.parametrize("family", [*MIXTURES, "gpt_oss", "deepseek_v3", "glm4_moe_lite"])
+def test_the_host_never_waits_for_what_a_mixture_computes(
+    family: str, tmp_path: Path, record: Callable[[Callable[[], object]], list[str]]
+) -> None:
+    """Tensors on the meta device have no values, so whatever asks for one of them raises: item, tolist, nonzero."""
+    source: Any = build_model(family, tmp_path)
+    options = ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", dtype="bfloat16")
+    model = load_model(options).model.to("meta")
+    blocks = [module for name, module in model.named_modules() if name.endswith("mlp") and hasattr(module, "experts")]
+    x = torch.empty(1, 4, 48, dtype=torch.bfloat16, device="meta")
+    for block in blocks:
+        assert ("expert_down_kernel" in record(functools.partial(block, x))) == (family in MIXTURES)
+    assert len(blocks) > 1
+    source.set_experts_implementation("eager")
+    loop = next(module for module in source.to("meta").modules() if hasattr(module, "experts"))
+    with pytest.raises(NotImplementedError, match="nonzero"):
+        loop(x.float())
 
 
 def test_kernels_begin_early_unless_the_option_says_otherwise(tmp_path: Path) -> None:

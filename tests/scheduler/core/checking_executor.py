@@ -109,8 +109,11 @@ class CheckingExecutor:
         self.mapped: dict[tuple[int, int, int], int] = {}
         if keeps_blocks:
             for group, by_tier in enumerate(self.inventory()):
-                for tier in (DEVICE, HOST):
-                    self._map(group, by_tier.get(tier, {}).values(), tier)
+                for tier in (DEVICE, HOST) if self.shape is not None else ():
+                    held, kept = self._held(tier, group), set(by_tier.get(tier, {}).values())
+                    self._map(group, kept, tier)
+                    for block in held.keys() - kept:  # it has no pages any more
+                        del held[block]
         else:
             self.tiers: dict[int, dict[int, Content]] = {tier: {} for tier in self.num_blocks}
             self.windowed: list[dict[int, Content]] = [{} for _ in self.window_shapes]

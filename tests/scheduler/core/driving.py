@@ -1,7 +1,7 @@
 """Drives a scheduler and an executor that checks every read and write, and says what has to come of it."""
 
 from collections import deque
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from pagewise_scheduler.core.features.beams import BeamSearch
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, hash_chain
@@ -82,6 +82,12 @@ def run(scheduler: Scheduler, executor: CheckingExecutor, *, depth: int = 2, lim
             return steps
         scheduler.update(results.popleft())
     raise AssertionError(f"not done after {limit} steps")
+
+
+def num_loading(scheduler: Scheduler) -> int:
+    """Blocks of layers that see all tokens which are on their way to the device."""
+    under_way = chain.from_iterable(scheduler.recoveries.transfers._under_way.values())
+    return sum(one.load.num_blocks for one in under_way if one.load is not None and not one.copies.group)
 
 
 def assert_all_free(scheduler: Scheduler) -> None:

@@ -24,7 +24,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
-from pagewise_shared.protocol import DEVICE, HOST, StepResult
+from pagewise_shared.protocol import StepResult
 from pagewise_shared.sampling import BeamParams
 from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
@@ -39,6 +39,7 @@ from tests.scheduler.core.driving import (
     executor_for,
     expected_beams,
     expected_tokens,
+    num_loading,
     run,
 )
 from tests.scheduler.core.rules import check_rules
@@ -221,9 +222,11 @@ class MemoryRules(RuleBasedStateMachine):
         self.results.clear()
         self.scheduler, self.epoch = self.create(), 1
         if device_is_lost:
-            for offered in inventory:
-                offered[DEVICE] = {}
-            self.executor.mapped = {block: pages for block, pages in self.executor.mapped.items() if block[0] == HOST}
+            self.executor.blocks.clear()
+            for held in self.executor.windowed:
+                held.clear()
+            inventory = self.executor.inventory()
+            self.executor.reset(keeps_blocks=True)
         self.scheduler.kv.expect(inventory)
         for request in requests:
             self.scheduler.add(request)
@@ -241,7 +244,7 @@ class MemoryRules(RuleBasedStateMachine):
         references = sum(pool.references(block) for block in range(pool.num_blocks))
         held = scheduler.features.segments.num_held
         retiring = sum(len(blocks) for _, blocks in scheduler.kv._retiring)
-        assert references == retiring + tables + scheduler.recoveries.transfers.num_loading + held
+        assert references == retiring + tables + num_loading(scheduler) + held
         most_drafted = self.speculative.num_speculative_tokens if self.speculative else 0
         for sequence in sequences:
             # Tokens known, those that steps are drawing, and those that were drafted and not drawn.

@@ -47,6 +47,8 @@ def shared_prefixes(tables: Int32s, rows: Int64s, lengths: Int64s, block_size: i
     a prefix leaves each of its members at least one token. Of all such choices, this one saves the most reads, as far
     as branches are followed (``_MAX_ROUNDS``).
     """
+    if len(rows) < _MIN_QUERIES:
+        return np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
     # At least the newest token, which no other decode has, comes behind the prefix.
     full = (lengths - 1) // block_size
     members: list[int] = []

@@ -5,8 +5,9 @@ called directly. The next norm, in the next layer or behind the last one, adds t
 The results are the same up to the order of floating-point operations.
 """
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,6 +43,16 @@ _DECODERS = {
     "Qwen3MoeDecoderLayer": "Qwen3MoeModel",
 }
 """From the class of layers that can be fused to the class of their decoder."""
+
+
+_PLAIN_HEADS = {"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
+"""Classes of transformers whose logits are what their head makes of the decoder's output."""
+
+
+class CausalLMOutput(NamedTuple):
+    """The output of such a model: logits [1, tokens, vocab]."""
+
+    logits: torch.Tensor
 
 
 class DecoderOutput(NamedTuple):
@@ -131,8 +142,8 @@ class FusedDecoderLayer(nn.Module):
         x, base = (residual, None) if added is None else (added, residual)
         attended = self.attention(compute.norm_for(self.qkv, x, base, before.weight, before.eps), rotation)
         if self.mlp is not None:
-            mixed: torch.Tensor = self.mlp(compute.rms_norm(attended, after.weight, after.eps, residual)[None])[0]
-            return mixed  # summed over the ranks by itself
+            # Summed over the ranks by itself.
+            return compute.mix(self.mlp, attended, residual, after.weight, after.eps)
         return self.feed_forward(compute.norm_for(self.gate_up, attended, residual, after.weight, after.eps))
 
     def attention(self, x: Rows, rotation: Rotation) -> torch.Tensor:
@@ -177,6 +188,21 @@ def fuse_decoder(model: nn.Module, operations: Operations, max_model_len: int) -
     name = next(name for name, module in model.named_modules() if isinstance(module, FusedDecoderLayer))
     decoder = _decoder_name(name)
     model.set_submodule(decoder, FusedDecoder(model.get_submodule(decoder), operations, max_model_len))
+    if type(model).__name__ in _PLAIN_HEADS:  # a module calls the ``forward`` of its instance
+        model.forward = functools.partial(plain_logits, model)
+
+
+def plain_logits(
+    model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, *, logits_to_keep: torch.Tensor | int = 0, **_: Any
+) -> CausalLMOutput:
+    """Compute the logits of ids and positions [1, tokens], at the indices ``logits_to_keep``, or at all if 0.
+
+    Of a model whose logits are what ``lm_head`` makes of the hidden states of its decoder, ``model``.
+    """
+    hidden = model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+    if isinstance(logits_to_keep, torch.Tensor):
+        hidden = hidden[:, logits_to_keep]
+    return CausalLMOutput(model.lm_head(hidden))
 
 
 def _fusible(model: nn.Module, name: str, layer: nn.Module) -> bool:

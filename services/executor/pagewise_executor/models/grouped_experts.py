@@ -1,4 +1,4 @@
-"""Mixtures of experts by kernels, in place of modules of transformers: router and experts, or on the CPU experts."""
+"""Mixtures of experts by Triton kernels, in place of modules of transformers: router and experts."""
 
 from typing import Any
 
@@ -42,52 +42,6 @@ class GroupedExperts(nn.Module):
         from pagewise_kernels.experts import sum_of_experts
 
         return sum_of_experts(x, self.gate_up_proj, self.down_proj, chosen, weights)
-
-
-class CpuExperts(nn.Module):
-    """Such experts by the CPU operations, in float32."""
-
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        from pagewise_kernels.cpu.experts import PackedExperts
-
-        super().__init__()
-        self.packed = PackedExperts(gate_up, down)
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sums [tokens, hidden] of the outputs of the ``chosen`` experts [tokens, k] for x."""
-        return self.packed.sums(x, chosen, weights)
-
-
-def pack_experts(model: nn.Module, within: str) -> None:
-    """Replace the experts in float32 within a part of a model, as many families have them in transformers."""
-    from pagewise_kernels.cpu.library import has_fast_products
-
-    if not has_fast_products():
-        return
-    for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
-        if _computes_plainly(module):
-            model.set_submodule(name, CpuExperts(module.gate_up_proj, module.down_proj))
-
-
-@torch.no_grad()
-def _computes_plainly(experts: Any) -> bool:
-    """Return whether experts in float32 compute down(silu(gate) · up), found by two tokens.
-
-    Others have a bias, another activation function, which shows in small activations, or a limit of large ones.
-    """
-    gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
-    if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter) or down.dtype != torch.float32:
-        return False
-    if down.dim() != 3 or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
-        return False
-    x = torch.cos(torch.arange(down.shape[1], dtype=torch.float32))
-    largest = F.linear(x, gate_up[0]).abs().max().clamp(min=1e-6)
-    x = torch.stack([x * (3 / largest), x * (100 / largest)])
-    gate, up = F.linear(x, gate_up[0]).chunk(2, dim=-1)
-    expected = F.linear(F.silu(gate) * up, down[0])
-    found = experts(x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
-    errors = (found - expected).abs().amax(dim=-1)
-    return bool((errors <= 1e-4 * expected.abs().amax(dim=-1)).all())
 
 
 def make_grouped(model: nn.Module, within: str) -> None:

@@ -5,24 +5,18 @@ by modules that compute. Checkpoints and transformers' modules have the same nam
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.checkpoint import Checkpoint, place_whole
-from pagewise_executor.models.fused import FusedDecoderLayer
+from pagewise_executor.models.fused import CausalLMOutput, FusedDecoderLayer, plain_logits
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shards import LLAMA_PLAN, Shards, vocabulary_names
 from pagewise_executor.models.weight_files import Headers
-
-
-class CausalLMOutput(NamedTuple):
-    """The output of a model: logits [1, n, vocab]."""
-
-    logits: torch.Tensor
 
 
 class LlamaAttention(nn.Module):
@@ -127,10 +121,7 @@ class LlamaForCausalLM(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, logits_to_keep: torch.Tensor | int = 0, **_: Any
     ) -> CausalLMOutput:
         """Compute the logits of ids and positions [1, tokens], at the indices ``logits_to_keep``, or at all if 0."""
-        hidden = self.model(input_ids, position_ids).last_hidden_state
-        if isinstance(logits_to_keep, torch.Tensor):
-            hidden = hidden[:, logits_to_keep]
-        return CausalLMOutput(self.lm_head(hidden))
+        return plain_logits(self, input_ids, position_ids, logits_to_keep=logits_to_keep)
 
 
 class LlamaCheckpoint(Checkpoint):

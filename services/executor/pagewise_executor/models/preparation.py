@@ -16,9 +16,10 @@ from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
+from pagewise_executor.models.cpu_mixtures import pack_mixtures
 from pagewise_executor.models.few_rows import make_skinny
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers, sum_of_one
-from pagewise_executor.models.grouped_experts import make_grouped, pack_experts
+from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.operations import CpuOperations, Operations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.quantised_linear import FP8, make_fast, quantise_linears, report
@@ -64,7 +65,7 @@ def prepare(
         if config.quantization == "fp8" and part.rpartition(".")[2].isdecimal():  # a decoder layer, and not the head
             quantise_linears(model, FP8, part)
         fused += fuse_layers(model, operations, part, reduce)
-        packed += _replace_linears(config, model, kernels, device, part)
+        packed += _replace_linears(config, model, kernels, device, part, alone=ranks.size == 1)
         progress.update()
     if fused:
         fuse_decoder(model, operations, max_model_len)
@@ -75,7 +76,7 @@ def prepare(
 
 
 def _replace_linears(
-    config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str
+    config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str, *, alone: bool
 ) -> int:
     make_fast(model, kernels, device, part)
     if kernels == "triton":
@@ -86,7 +87,7 @@ def _replace_linears(
     if device.type != "cpu":
         return 0
     if kernels == "cpu":
-        pack_experts(model, part)
+        pack_mixtures(model, part, alone)
     packed = pack_linears(model, kernels, config.quantization, part)
     return_freed_memory()  # the next part may not fit into the holes that this one has left
     return packed

@@ -385,13 +385,13 @@ def report(model: nn.Module, asked: bool) -> bool:
 
 def _kept(model: nn.Module) -> Counter[str]:
     """Return the number of weights that are not quantised, by the class that has them."""
-    from pagewise_executor.models.grouped_experts import CpuExperts
+    from pagewise_executor.models.cpu_mixtures import CpuExperts, CpuRouter
 
     kept = Counter[str]()
     for module in model.modules():
         kept[type(module).__name__.lstrip("_")] += sum(weight.numel() for weight in module.parameters(recurse=False))
-        if isinstance(module, CpuExperts):
-            kept["CpuExperts"] += module.packed.num_weights
+        if isinstance(module, CpuExperts | CpuRouter):
+            kept[type(module).__name__] += module.packed.num_weights
     return kept
 
 

@@ -234,17 +234,12 @@ class SharedHostTier(_Shared, HostTier):
         return self.arena.num_pages, self.arena.num_pages - self.arena.num_free
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
-        """Take over a block that ``source`` evicts, if a hit can use it.
+        """Take over a block that ``source`` evicts, if a hit can use it."""
+        return bool(node.children or self.can_begin(node)) and super().take_over(node, source, copies)
 
-        The block stays in use until the copy is confirmed, so that its pages get no other content before.
-        """
-        if not (node.children or self.can_begin(node)):
-            return False
-        count = len(copies)
-        taken = super().take_over(node, source, copies)
-        if taken and len(copies) > count and copies[-1][2] == self.number and not copies[-1][4]:
-            self.pin((node.copies[self.number],))
-        return taken
+    def _comes(self, block: int) -> None:
+        """A copy to a block is asked for: it stays in use until it has arrived, so that its pages get nothing else."""
+        self.pin((block,))
 
     def _make_room_for_one(self, copies: list[BlockCopy]) -> bool:
         return self.arena.try_take(self, 1, copies)

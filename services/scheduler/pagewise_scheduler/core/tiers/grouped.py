@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, takewhile, zip_longest
+from itertools import chain, takewhile
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE, HOST, pack_int32s
@@ -197,17 +197,25 @@ class GroupedKVCacheManager(KVCacheManager):
         and windows that lie below the device were loaded.
         """
         length = junction = next((number for number, node in enumerate(blocks) if node.block < 0), len(blocks))
-        while length and any(group.blocks_at(blocks[length - 1]) is None for group in self.windows):
-            length -= 1
+        length = self._last_point(blocks, length, lower=False)
         windows = tuple(group.table_at(blocks, length) for group in self.windows)
         prefix = CachedPrefix(blocks[:length], -1, 0, length * self.block_size, windows=windows, resume=length)
         prefix.junction, prefix.path = junction, blocks
         if self.host is not None:
             end = next((number for number, node in enumerate(blocks) if not node.num_tiers), len(blocks))
-            while end > length and not self.can_begin(blocks[end - 1]):
-                end -= 1
+            end = self._last_point(blocks, end, lower=True)
             prefix.offloaded = blocks[length:end]
         return prefix
+
+    def _last_point(self, path: Sequence[CachedBlock], end: int, *, lower: bool) -> int:
+        """The greatest number of blocks, at most ``end``, behind which all groups have their windows on the device;
+        ``lower``: or below."""
+        before = end + 1
+        while end < before:
+            before = end
+            for group in self.windows:
+                end = group.last_point(path, end, lower=lower)
+        return end
 
     def can_begin(self, node: CachedBlock, *, device_only: bool = False) -> bool:
         """Whether some tier has the windows with which a sequence begins behind a node; ``device_only``: the device."""
@@ -250,7 +258,8 @@ class GroupedKVCacheManager(KVCacheManager):
         """Let a table that has taken a prefix have blocks for the windows that are loaded, which are ``held``, and for
         what its sequence writes. Returns copies as ``grow`` does."""
         made: list[BlockCopy] = []
-        for group, one, locations in zip_longest(self.windows, table.windows, held, fillvalue=[]):
+        loads = held or [[]] * len(self.windows)
+        for group, one, locations in zip(self.windows, table.windows, loads, strict=True):
             one.loading = bool(held)
             if locations:
                 one.blocks[:0], copies = group.reserve(len(locations))

@@ -73,6 +73,7 @@ class HostTier(Pool, Tier):
             self._enter(node, block)
             self.num_cached += 1  # without references: once it lies in no tier above, it may go again
             self.num_arriving += 1
+            self._comes(block)
             if source == DEVICE:
                 self.counters.demoted += 1
             copies.append((source, node.block_id(source), self.number, block, 0))
@@ -80,6 +81,9 @@ class HostTier(Pool, Tier):
 
     def _make_room_for_one(self, copies: list[BlockCopy]) -> bool:
         return bool(self._free) or self._give_up_one(copies)
+
+    def _comes(self, block: int) -> None:
+        """A copy to a block is asked for. It may be evicted before it has arrived."""
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
         """Copies to this tier were made. A block that could not be stored is noticed when it is loaded."""

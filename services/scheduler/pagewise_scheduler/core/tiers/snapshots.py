@@ -9,7 +9,7 @@ A snapshot that the device evicts goes to host memory, as far as the blocks of t
 host memory snapshots of one path share the blocks that they have in common, which the nodes of the path name.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise, takewhile
 
 from pagewise_shared.block_hash import BlockHash
@@ -171,6 +171,20 @@ class SnapshotPool:
             return []
         snapshot = self.at.get(node)
         return snapshot.blocks[needed - snapshot.first : node.depth - snapshot.first] if snapshot is not None else None
+
+    def last_point(self, path: Sequence[CachedBlock], end: int, *, lower: bool) -> int:
+        """The greatest number of blocks, at most ``end``, of ``path`` behind which sequences can begin with the blocks
+        of this pool; ``lower``: or of the pools below. 0: behind none."""
+        found = [self.at] + ([self.below.at] if lower and self.below is not None else [])
+        size = self.block_size
+        for number in range(end, 0, -1):
+            node = path[number - 1]
+            for at in found:
+                if node in at:
+                    return number
+            if (self.chunked or self.window == 1) and self.first_needed(number * size) >= number:
+                return number
+        return 0
 
     def used(self, node: CachedBlock) -> None:
         """A sequence has begun behind a node."""
