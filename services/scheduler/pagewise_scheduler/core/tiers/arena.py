@@ -265,6 +265,7 @@ class SharedHostTier(_Shared, HostTier):
         pool: Pool | SnapshotPool = self
         if copies.group:
             pool = self.snapshots[copies.group - 1]
+            self.counters.stored += len(copies.pairs) // 8
         else:
             super().arrived(copies, bad, seconds)
         pool.release(unpack_int32s(copies.pairs)[1::2].tolist())
@@ -279,6 +280,7 @@ class SharedHostTier(_Shared, HostTier):
         """Count loaded blocks, and return the nodes of the corrupt ones. A snapshot with a corrupt block is dropped."""
         if not (group := locations[0].group):
             return super().came(locations, bad, request)
+        self.counters.loaded += len(locations)
         self.counters.corrupt += len(bad)
         for location in bad:
             assert location.node is not None
