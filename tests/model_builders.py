@@ -153,6 +153,30 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo3": ("Olmo3Config", _DECODER | {"num_hidden_layers": 4, "sliding_window": 9}),
+    "ministral": (
+        "MinistralConfig",
+        _DECODER
+        | {"head_dim": 16, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        _DECODER | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        _DECODER
+        | {
+            "head_dim": 16,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "mixtral": ("MixtralConfig", _DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (
         "Qwen2MoeConfig",
