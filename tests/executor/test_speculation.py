@@ -77,10 +77,24 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, kernels: str) -> None:
     check(tmp_path, kernels)
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
-def test_sliding_windows_end_where_they_do_without_drafts(tmp_path: Path, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("mistral", "cpu"),
+        ("mistral", "torch"),
+        ("gemma3", "cpu"),
+        pytest.param("gemma3", "torch", marks=pytest.mark.long),
+        pytest.param("gemma4", "cpu", marks=pytest.mark.long),
+        pytest.param("llama4", "cpu", marks=pytest.mark.long),
+        pytest.param("gpt_oss", "cpu", marks=pytest.mark.long),
+        pytest.param("olmo3", "cpu", marks=pytest.mark.long),
+        pytest.param("deepseek_v3", "cpu", marks=pytest.mark.long),
+    ],
+)
+def test_windows_end_where_they_do_without_drafts(tmp_path: Path, family: str, kernels: str) -> None:
+    """Windows and chunks of all layers, of some (which are groups of their own), and latents."""
     need(kernels)
-    check(tmp_path, kernels, family="mistral")
+    check(tmp_path, kernels, family=family)
 
 
 @pytest.mark.long
