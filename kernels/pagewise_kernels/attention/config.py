@@ -52,7 +52,9 @@ def decode_config(
     # that of other devices.
     tile = max(16, min(128, 16384 // (dim * kv_bytes)))
     if kv_bytes == 4:
-        return TileConfig(rows, tile, 4, 2)
+        # Two buffers of heads of 512 take 97 KiB: but for Hopper, a multiprocessor has room for one program.
+        one = dim > 256 and not is_hopper(device)
+        return TileConfig(rows, tile, 8 if one else 4, 2, programs=1 if one else 2)
     return TileConfig(rows, tile, 4, 5, programs=3 if dim <= 128 and is_hopper(device) else 2)
 
 
