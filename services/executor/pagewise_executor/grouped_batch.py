@@ -23,6 +23,7 @@ from pagewise_executor.page_labels import KeptBlocks, PageLabels
 from pagewise_executor.page_map import NULL_PAGE, PageMap
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
 from pagewise_executor.state_tables import SequenceBatch, StateSnapshot, StateTables
+from pagewise_executor.window_tables import WindowTables
 
 Stretch = tuple[int, int, int]
 """A stretch of a row's table: row, start, stop."""
@@ -48,41 +49,6 @@ class SlotBatch:
         """Return the slot of the slot's pool of each position [n] of its row [n]."""
         pages = self.block_tables[rows, positions // self.block_size].astype(np.int64)
         return pages * self.block_size + positions % self.block_size
-
-
-class _WindowTables:
-    """The tables of a group of windowed layers. ``number``: of the group.
-
-    ``first`` [num_rows]: the first entry that is not null; ``ends`` [num_rows]: the number of valid entries.
-    """
-
-    def __init__(self, number: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
-        self.number, self._window, self._chunked, self._block_size = number, group.window, group.chunked, block_size
-        self.first: Int64s = np.zeros(num_rows, np.int64)
-        self.ends: Int64s = np.zeros(num_rows, np.int64)
-
-    def first_seen(self, positions: Int64s) -> Int64s:
-        """Return the first table entry that a query at each position [n] sees."""
-        if self._chunked:
-            return positions // self._window * self._window // self._block_size
-        return np.maximum(positions - self._window + 1, 0) // self._block_size
-
-    def check(self, rows: Int64s, seen: Int64s, stops: Int64s) -> None:
-        """Check that the tables of ``rows`` [n] hold all entries from ``seen`` [n] on to positions ``stops`` [n].
-
-        Raises:
-            InvalidPlanError: the text names a row of which they do not.
-        """
-        short = stops > self.ends[rows] * self._block_size
-        if short.any():
-            row = int(rows[short][0])
-            raise InvalidPlanError(
-                f"row {row}: {self.ends[row]} blocks of group {self.number} do not hold {stops[short][0]} tokens"
-            )
-        begun = seen < self.first[rows]
-        if begun.any():
-            row = int(rows[begun][0])
-            raise InvalidPlanError(f"row {row}: the blocks of group {self.number} begin at {self.first[row]}, too late")
 
 
 class GroupedBatch(InputBatch):
@@ -115,7 +81,7 @@ class GroupedBatch(InputBatch):
         self._all_tables: Int32s = np.zeros((sum(slots), *self.block_tables.shape), np.int32)
         self.tables: list[Int32s] = np.split(self._all_tables, np.cumsum(slots)[:-1])
         self._windows = [
-            _WindowTables(number, group, num_rows, self.block_size) for number, group in enumerate(attending[1:], 1)
+            WindowTables(number, group, num_rows, self.block_size) for number, group in enumerate(attending[1:], 1)
         ]
         self._states: StateTables | None = None
         if (last := len(attending)) < len(groups):
@@ -300,7 +266,7 @@ class GroupedBatch(InputBatch):
         at = self.num_computed[work.decoding]
         return tuple(map(np.concatenate, ((work.decoding, rows), (at, starts), (at + 1, stops))))  # type: ignore[return-value]
 
-    def _pass(self, window: _WindowTables, rows: Int64s, seen: Int64s) -> None:
+    def _pass(self, window: WindowTables, rows: Int64s, seen: Int64s) -> None:
         """Replace the entries of ``rows`` [n] before ``seen`` [n], which no query sees any more, by the null page."""
         passed = np.flatnonzero(seen > window.first[rows])
         tables, changed = self.tables[window.number], self.changed[window.number]
