@@ -24,7 +24,7 @@ from pagewise_executor.models.aliases import ALIASES
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.text_part import text_part
-from pagewise_executor.models.trial import try_without_weights
+from pagewise_executor.models.trial import Tried, try_without_weights
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -51,6 +51,8 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral 8x7B": ("mixtral", _sizes(32, 4096, 32, 8)),
     "Qwen2.5 7B": ("qwen2", _sizes(28, 3584, 28, 4)),
     "Qwen2.5 72B": ("qwen2", _sizes(80, 8192, 64, 8)),
+    "Qwen3-Next 80B-A3B": ("qwen3_next", {}),
+    "Kimi-Linear 48B-A3B": ("kimi_linear", {}),
     "Qwen3 30B-A3B": ("qwen3_moe", _sizes(48, 2048, 32, 4, 128)),
     "Qwen3 235B-A22B": ("qwen3_moe", _sizes(94, 4096, 64, 4, 128)),
     "Gemma 3 4B": ("gemma3_text", _sizes(34, 2560, 8, 4, 256)),
@@ -97,7 +99,7 @@ def undivided(config: transformers.PreTrainedConfig) -> str:
     return ""
 
 
-def _tried(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> tuple[torch.nn.Module, Any]:
+def _tried(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> tuple[Tried, Any]:
     part = text_part(_NAME, config)
     text = part.get_text_config(decoder=True)
     check_supported(_NAME, part, text)
@@ -121,10 +123,11 @@ def families_table() -> str:
 
 
 def memory_table() -> str:
-    """The K and V of a token at real sizes, in layers with a window or attention chunks and in others."""
+    """The K and V of a token at real sizes, in layers with a window or attention chunks and in others; and the states
+    of recurrent layers."""
     rows = []
     for name, (kind, sizes) in REAL.items():
-        model, text = _tried(causal_lms()[kind](**sizes), torch.bfloat16)
+        (model, recurrent), text = _tried(causal_lms()[kind](**sizes), torch.bfloat16)
         modules = attention_modules(name, model, text)
         layers = [attention_shape(one, text, torch.bfloat16) for one in modules]
         kept = [layers[source] for source in sorted(set(kv_sources(modules, text)))]
@@ -133,9 +136,11 @@ def memory_table() -> str:
             f"{bytes_per_block([one.kv_shape for one in which], 1, torch.bfloat16) / 1024:,.5g} KiB" if which else ""
             for which in (kept, within)
         )
-        rows.append(f"| {name} | `{kind}` | {len(kept)} | {every} | {len(within) or ''} | {some} |")
-    head = "| model | model_type | layers | KV of a token | with a window | their KV |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *rows])
+        size = sum(layer.num_bytes for layer in recurrent)
+        states = f"{len(recurrent)} | {size / 2**20:,.4g} MiB" if recurrent else " |"
+        rows.append(f"| {name} | `{kind}` | {len(kept)} | {every} | {len(within) or ''} | {some} | {states} |")
+    head = "| model | model_type | layers | KV of a token | with a window | their KV | recurrent | their states |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *rows])
 
 
 TABLES: dict[str, Callable[[], str]] = {"families": families_table, "memory": memory_table}

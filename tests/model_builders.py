@@ -229,6 +229,93 @@ LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families with multi-head latent attention (MLA)."""
 
+_MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_DELTA = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", _DECODER | _DELTA | _EXPERTS),
+    "qwen3_5": ("Qwen3_5TextConfig", _DECODER | _DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _DECODER | _DELTA | _EXPERTS),
+    "olmo_hybrid": ("OlmoHybridConfig", _DECODER | _DELTA | {"linear_num_key_heads": 4}),
+    "nemotron_h": (
+        "NemotronHConfig",
+        _DECODER
+        | {
+            "head_dim": 16,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 8,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        _DECODER
+        | _MAMBA
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "shared_intermediate_size": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        _DECODER | _MAMBA | {"head_dim": 16, "mamba_d_ssm": 96, "tie_word_embeddings": False},
+    ),
+    "bamba": ("BambaConfig", _DECODER | _MAMBA | {"attn_layer_indices": [1]}),
+    "lfm2": (
+        "Lfm2Config",
+        _DECODER | {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        _DECODER
+        | {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        _LATENT
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+        },
+    ),
+}
+"""Families with recurrent layers."""
+
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose decoder layers the executor computes by layers of its own."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -240,7 +327,7 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
 
     ``more``: settings of its configuration that differ from the family's.
     """
-    name, settings = (FAMILIES | OTHERS | LATENTS)[family]
+    name, settings = (FAMILIES | OTHERS | LATENTS | RECURRENT)[family]
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**settings | more)
     if family == "mistral4":

@@ -95,8 +95,10 @@ def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base
     for asked, tokens in zip(requests, expected, strict=True):
         assert all(sequence.output_token_ids.tolist() == tokens for sequence in asked.sequences)
     queries, hits = scheduler.prefix_hits
-    assert hits > 0.5 * queries
-    if runner.info.groups:
+    # States are kept at the ends of prompts, and where a prompt has left another one.
+    states = any(group.state for group in runner.info.groups)
+    assert hits > (0.2 if states else 0.5) * queries
+    if runner.info.groups and not states:
         # Sequences begin at snapshots alone. Each prompt leaves an earlier one in the last 64 tokens of that prompt,
         # where its snapshot lets sequences begin behind every whole block.
         whole = [shared // runner.info.block_size * runner.info.block_size for shared in _shared_with_earlier(prompts)]

@@ -10,12 +10,14 @@ from pagewise_executor.attention.backend import AttentionBackend, ForwardContext
 from pagewise_executor.attention.grouped import GroupedBackend
 from pagewise_executor.attention.registry import backend_of, kv_dtype_for
 from pagewise_executor.device_defaults import SizedConfig
+from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.long_rope import rope_positions
+from pagewise_executor.models.recurrent import RecurrentContext, StateBatch, page_states
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
@@ -48,6 +50,8 @@ class ForwardPass:
         self._places = [loaded.kv_layers.index(source) for source in loaded.sources] or range(len(loaded.layers))
         self.forward_context = ForwardContext()
         self._upload, self._rope_lengths = Uploads(loaded.device), loaded.rope.lengths
+        self._recurrent_context = RecurrentContext()
+        self._recurrent = page_states(loaded.model, loaded.recurrent, self._recurrent_context)
 
     def attach(self, pool: KVPool) -> None:
         """Use the K and V of ``pool`` from now on."""
@@ -63,6 +67,9 @@ class ForwardPass:
             paged.writes_kv, paged.scale_queries = place not in written, getattr(module, "scale_queries", None)
             written.add(place)
             module.paged_layer = paged  # type: ignore[assignment]
+        start = 0
+        for recurrence in self._recurrent:
+            start = recurrence.attach(pool.regions[0][0], start)
 
     def detach(self) -> None:
         """Drop the references to the pool, and free its memory if the backend has allocated it."""
@@ -92,6 +99,8 @@ class ForwardPass:
         if self.graphs is not None and self.graphs.takes(work) and positions is flat:
             return self.graphs.run(self._batch, work, kept, also)
         self.forward_context.step = self.attention.prepare(work)
+        if self._recurrent:
+            self._recurrent_context.batches = self._state_batches()
         if self._adapters is not None:
             self._adapters.slots.begin(self._batch.adapters[rows])
         decoding, tokens, positions_there, wanted, *there = self._upload.together(
@@ -100,6 +109,15 @@ class ForwardPass:
         last = self._last_tokens[decoding]
         ids = torch.cat([last, tokens]) if work.chunks else last
         return self.forward(ids, positions_there, wanted), tuple(there)
+
+    def _state_batches(self) -> list[StateBatch]:
+        """Return the batches of the step for recurrent layers, on the device."""
+        assert isinstance(self._batch, GroupedBatch)
+        found = []
+        for tokens, read, written in self._batch.state_batches:
+            there, into, *come = self._upload.together(tokens, written, *([] if read is None else [read]))
+            found.append(StateBatch(there, come[0] if come else None, into))
+        return found
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
         """Run the model on a flat batch of ids and positions [tokens], with the attention of ``forward_context``.

@@ -4,6 +4,7 @@ import logging
 
 import torch
 from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import LayerGroup
 
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout
@@ -17,13 +18,21 @@ def choose_pages(config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dt
     tokens.
 
     A model whose layers would form several groups has one if an option needs that, and the log says so.
+
+    Raises:
+        ModelError: it has recurrent layers, and layers that cannot be grouped beside them.
     """
     shapes = [loaded.layers[number] for number in loaded.kv_layers]
     kinds = [
         KVLayerKind(one.kv_shape, one.attention_chunk or one.window or 0, chunked=one.attention_chunk is not None)
         for one in shapes
     ]
-    found = page_layout(kinds, config.block_size, kv_dtype, loaded.max_model_len)
+    states = [layer.num_bytes for layer in loaded.recurrent]
+    found = page_layout(kinds, config.block_size, kv_dtype, loaded.max_model_len, states)
+    if states:
+        if found is None:
+            raise ModelError(f"{config.model} has recurrent layers beside layers with K and V of unequal shapes")
+        return found
     if found is not None and (reason := _one_group(config, loaded)):
         log.info("windowed layers keep all tokens, because %s do not support groups of layers yet", reason)
         return None
@@ -40,8 +49,10 @@ def _one_group(config: ExecutorConfig, loaded: LoadedModel) -> str:
 
 
 def groups_of(pages: PageLayout | None) -> tuple[LayerGroup, ...]:
-    """Return the description of the groups for the scheduler."""
-    return tuple(
-        LayerGroup(len(group.layers), group.pages_per_block, group.window, group.chunked)
-        for group in (pages.groups if pages is not None else ())
-    )
+    """Return the description of the groups for the scheduler, that of states last."""
+    if pages is None:
+        return ()
+    groups = [LayerGroup(len(one.layers), one.pages_per_block, one.window, one.chunked) for one in pages.groups]
+    if (states := pages.states) is not None:
+        groups.append(LayerGroup(states.num_layers, states.pages_per_block, window=2, state=True))
+    return tuple(groups)

@@ -2,12 +2,13 @@
 
 The plan names blocks. A block of a group consists of pages, and page j of each block belongs to the same layers: the
 *slot* j of the group. So each slot has a table of its own for every row, which names pages, and its layers attend as
-the layers of a model with one group do. This module does not import torch, because the simulated runner uses it too.
+the layers of a model with one group do. ``state_tables`` has the blocks of a group of states, which is the last. This
+module does not import torch, because the simulated runner uses it too.
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork, 
 from pagewise_executor.page_labels import KeptBlocks, PageLabels
 from pagewise_executor.page_map import NULL_PAGE, PageMap
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
+from pagewise_executor.state_tables import SequenceBatch, StateSnapshot, StateTables
 
 Stretch = tuple[int, int, int]
 """A stretch of a row's table: row, start, stop."""
@@ -89,7 +91,8 @@ class GroupedBatch(InputBatch):
     ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
     ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
     the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
-    stretches of its tables that are new in this step.
+    stretches of its tables that are new in this step. ``state_batches``: of the step, if there is a group of states,
+    which has no slots and no tables.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -103,17 +106,22 @@ class GroupedBatch(InputBatch):
             for number in range(len(groups))
         ]
         self._first_slots = [sum(pages_per_block[:group]) for group in range(len(groups))]
-        # The pages [slots, num_rows, max_blocks], of all groups and of each.
-        self._all_tables: Int32s = np.zeros((sum(pages_per_block), *self.block_tables.shape), np.int32)
-        self._tables: list[Int32s] = np.split(self._all_tables, np.cumsum(pages_per_block)[:-1])
+        num_rows, attending = len(self.block_tables), [group for group in groups if not group.state]
+        # The pages [slots, num_rows, max_blocks], of all groups with tables and of each.
+        slots = [group.pages_per_block for group in attending]
+        self._all_tables: Int32s = np.zeros((sum(slots), *self.block_tables.shape), np.int32)
+        self._tables: list[Int32s] = np.split(self._all_tables, np.cumsum(slots)[:-1])
         self._windows = [
-            _WindowTables(number, group, len(self.block_tables), self.block_size)
-            for number, group in enumerate(groups[1:], 1)
+            _WindowTables(number, group, num_rows, self.block_size) for number, group in enumerate(attending[1:], 1)
         ]
+        self._states: StateTables | None = None
+        if (last := len(attending)) < len(groups):
+            self._states = StateTables(last, num_rows, self._on_device)
+        self.state_batches: list[SequenceBatch] = []
         self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
-        self.changed: list[list[Stretch]] = [[] for _ in groups]
+        self.changed: list[list[Stretch]] = [[] for _ in attending]
         # Blocks that this plan puts into tables, by group: row, first index, blocks.
-        self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in groups]
+        self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in attending]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
         self._labels: PageLabels | None = None
         self._overwritten: list[Int32s] = []  # pages without computed tokens that this plan puts into tables
@@ -139,9 +147,11 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: as of ``InputBatch``; or a table does not hold what its layers see, or pages are missing.
         """
-        self._flat, self.changed, self._overwritten = None, [[] for _ in self.groups], []
+        self._flat, self.changed, self._overwritten = None, [[] for _ in self._tables], []
         for added in self._added:
             added.clear()
+        if self._states is not None:
+            self._states.begin_plan()
         work = super().apply(plan)
         self._extend_windows(int32s(plan.windows))
         self._added[0] += ((row, start, self.block_tables[row, start:stop]) for row, start, stop in work.changed_tables)
@@ -151,6 +161,10 @@ class GroupedBatch(InputBatch):
         for window in self._windows:
             window.check(rows, starts, stops)
             self._pass(window, rows, starts)
+        if self._states is not None:
+            self._switch_states(int32s(plan.states))
+            self._overwritten.append(self._states.map().ravel())
+            self.state_batches = self._states.cut(rows, starts, stops)
         return work
 
     def remove(self, row: int) -> None:
@@ -159,9 +173,12 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: the row holds none.
         """
-        if self._labels is not None and row in self.sequences:
-            self._label(row)
-            self._labels.left(row)
+        if row in self.sequences:
+            if self._states is not None:
+                self._note(self._states.leave(row, int(self.num_computed[row])))
+            if self._labels is not None:
+                self._label(row)
+                self._labels.left(row)
         super().remove(row)
         self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
         for window in self._windows:
@@ -182,17 +199,36 @@ class GroupedBatch(InputBatch):
         """Count the tokens of an issued step as ``InputBatch`` does."""
         self._flat = None
         super().advance(work)
+        if self._states is not None:
+            self._note(self._states.snapshots)
+
+    def _note(self, snapshots: Iterable[StateSnapshot]) -> None:
+        """Note the pages of states that stay as they are behind the last token of a block."""
+        if self._labels is None or self._states is None:
+            return
+        for row, num_tokens, block in snapshots:
+            if num_tokens % self.block_size == 0:
+                rows, indices = np.array([row]), np.array([num_tokens // self.block_size - 1])
+                self._labels.note(rows, self._first_slots[-1], indices, self._states.pages_of([block]).T)
 
     def _check_groups(self, plan: StepPlan) -> None:
         if plan.moves:
             raise InvalidPlanError("segments are not moved in a model with several groups of layers")
+        if self._states is None and plan.states:
+            raise InvalidPlanError("the plan has blocks of states, but the model has no recurrent layers")
+        if self._states is not None and plan.drafts:
+            raise InvalidPlanError("drafts are not verified by a model with recurrent layers, which cannot go back")
+        wanted = len(self.groups) - 1
         for new in plan.joined:
-            if len(new.windows) != len(self._windows):
-                raise InvalidPlanError(f"row {new.row} joins with {len(new.windows)} of {len(self._windows)} windows")
+            if len(new.windows) != wanted:
+                raise InvalidPlanError(f"row {new.row} joins with {len(new.windows)} of {wanted} windows")
 
     def _join(self, new: NewSequence, sampling: SamplingParams) -> int:
         row = super()._join(new, sampling)
-        for window, (first, packed) in zip(self._windows, new.windows, strict=True):
+        if self._states is not None:
+            num_tokens, packed = new.windows[-1]
+            self._states.join(row, num_tokens, int32s(packed))
+        for window, (first, packed) in zip(self._windows, new.windows, strict=False):
             blocks, most = int32s(packed), self.block_tables.shape[1]
             if not 0 <= first <= first + len(blocks) <= most:
                 raise InvalidPlanError(f"row {row} joins with blocks {first} to {first + len(blocks)} of {most}")
@@ -210,8 +246,8 @@ class GroupedBatch(InputBatch):
         for row, group, block in triples.reshape(-1, 3).tolist():
             if row not in self.sequences:
                 raise InvalidPlanError(f"row {row} gets a block of group {group} but holds no sequence")
-            if not 1 <= group < len(self.groups):
-                raise InvalidPlanError(f"row {row} gets a block of group {group} of {len(self.groups)}")
+            if not 1 <= group < len(self._tables):
+                raise InvalidPlanError(f"row {row} gets a block of group {group} of {len(self._tables)}")
             blocks = np.array([block], np.int32)
             self._check_ids(group, row, blocks)
             ends = self._windows[group - 1].ends
@@ -219,6 +255,15 @@ class GroupedBatch(InputBatch):
                 raise InvalidPlanError(f"row {row} gets more than {end} blocks of group {group}")
             self._added[group].append((row, end, blocks))
             ends[row] = end + 1
+
+    def _switch_states(self, quadruples: Int32s) -> None:
+        if len(quadruples) % 4:
+            raise InvalidPlanError("switches of states come in quadruples of row, group, number of tokens and block")
+        assert self._states is not None
+        for row, group, num_tokens, block in quadruples.reshape(-1, 4).tolist():
+            if row not in self.sequences or group != self._states.number:
+                raise InvalidPlanError(f"row {row} switches its states of group {group}, which it does not have")
+            self._states.switch(row, num_tokens, block)
 
     def _check_ids(self, group: int, row: int, blocks: Int32s) -> None:
         size = self._sizes[group][DEVICE]

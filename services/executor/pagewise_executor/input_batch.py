@@ -307,8 +307,8 @@ class InputBatch:
 
     def _check_groups(self, plan: StepPlan) -> None:
         """Check that a plan knows the groups of layers: here there is one."""
-        if plan.windows or plan.unmapped or any(new.windows for new in plan.joined):
-            raise InvalidPlanError("the plan has tables of windowed layers, but the model has one group of layers")
+        if plan.windows or plan.unmapped or plan.states or any(new.windows for new in plan.joined):
+            raise InvalidPlanError("the plan has tables of several groups, but the model has one group of layers")
 
     def _copies(self, plan: StepPlan) -> list[CopyJob]:
         return checked_copies(plan, [self._num_blocks_of])

@@ -71,6 +71,7 @@ log = logging.getLogger(__name__)
 
 
 _NO_SEGMENTS = "its windowed layers do not keep all tokens"
+_NO_SEGMENTS_OF_STATES = "its recurrent layers keep states, which depend on all tokens before a segment"
 
 _Computed = tuple[torch.Tensor, LogprobsTensors | None, list[tuple[int, LogprobsTensors]]]
 
@@ -165,7 +166,7 @@ class ModelRunner:
         self._pages = choose_pages(config, loaded, kv_dtype)
         if self._pages is not None:
             self._layout = backend.layout_in_pages
-            loaded.rotations, loaded.no_segments = [], _NO_SEGMENTS
+            loaded.rotations, loaded.no_segments = [], _NO_SEGMENTS_OF_STATES if loaded.recurrent else _NO_SEGMENTS
         if config.max_model_len == "auto":  # block tables have room for the pool that would fit beside no steps
             most = self._holds(config, self._num_blocks(config, loaded, kv_dtype))
             loaded = dataclasses.replace(loaded, max_model_len=min(loaded.max_model_len, most))
@@ -203,6 +204,7 @@ class ModelRunner:
     ) -> str:
         """Make the tiers below the device; return the format of blocks, or pages."""
         paged = "" if self._pages is None else f" {self._pages.page_bytes} {self.info.groups}"
+        paged += f" {[layer.states for layer in loaded.recurrent]}" if loaded.recurrent else ""
         block_format = loaded.block_format(kv_dtype, self._layout + paged)
         lower = make_tiers(
             config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, self._ranks,
@@ -255,7 +257,7 @@ class ModelRunner:
             self._names = BlockHashes(num_blocks, config.block_size)
         else:
             self._names = PageLabels(1 + num_blocks, config.block_size)
-            self._kept = KeptBlocks([group.pages_per_block for group in self._pages.groups])
+            self._kept = KeptBlocks([group.pages_per_block for group in groups_of(self._pages)])
         self._copier = BlockCopier(DeviceTier(pool, self._names), groups_of(self._pages))
         self._mover = SegmentMover(pool, loaded.rotations, triton=triton)
         self._forward_pass.attach(pool)

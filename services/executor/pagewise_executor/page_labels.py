@@ -25,7 +25,8 @@ class PageLabels:
     Pages are noted with the row, the slot and the index of the block when they enter a table. They are labelled when
     the row leaves, so that steps take no longer, or when a page is copied before. By then the row has passed most
     blocks of its windows, of which the scheduler may have kept some, in snapshots. So a page that has left the table
-    stays noted until it enters another one or is overwritten.
+    stays noted until it enters another one or is overwritten. Blocks of states are in no table. Their pages are noted
+    when they are written no more, with the index of the block at whose end the states are.
     """
 
     def __init__(self, num_pages: int, block_size: int) -> None:
@@ -70,8 +71,10 @@ class PageLabels:
     def forget(self, pages: Int32s) -> None:
         """Forget the content of ``pages`` [n], which are about to be overwritten, for the tables in which they are."""
         self._hashes[pages] = None
-        places = self._slots[pages], self._rows[pages], self._indices[pages]
-        self._rows[pages[self._tables[places] != pages]] = -1
+        tabled = pages[self._slots[pages] < len(self._tables)]
+        places = self._slots[tabled], self._rows[tabled], self._indices[tabled]
+        self._rows[tabled[self._tables[places] != tabled]] = -1
+        self._rows[pages[self._slots[pages] >= len(self._tables)]] = -1
 
     def label(self, row: int, sequence: SequenceState, num_computed: int, pages: Int32s) -> None:
         """Label the pages of a row. ``pages`` [n]: the first page of each of its blocks in the first group, which hold

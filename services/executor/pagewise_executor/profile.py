@@ -285,15 +285,22 @@ def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1) -> fl
 def _new_sequence(
     info: Hello, row: int, num_tokens: int, num_computed: int, blocks: Int32s, sampling: SamplingParams
 ) -> NewSequence:
-    """Return a sequence of arbitrary tokens, whose tables have the same ``blocks`` in every group of layers."""
+    """Return a sequence of arbitrary tokens, whose tables have the same ``blocks`` in every group of layers.
+
+    In a group of states it has the block of its row.
+    """
     packed = blocks.tobytes()
-    windows = ((0, packed),) * len(info.groups[1:])
+    own = num_computed, pack_int32s([row])
+    windows = tuple(own if group.state else (0, packed) for group in info.groups[1:])
     return NewSequence(row, pack_int32s([1] * num_tokens), num_tokens, num_computed, packed, sampling, windows=windows)
 
 
 def _whole_blocks(info: Hello) -> int:
     """Return the number of blocks of tokens that all layers can hold."""
-    return info.num_pages // sum(group.pages_per_block for group in info.groups) if info.groups else info.num_blocks
+    if not info.groups:
+        return info.num_blocks
+    room = info.num_pages - sum(group.pages_per_block for group in info.groups if group.state)
+    return room // sum(group.pages_per_block for group in info.groups if not group.state)
 
 
 def _prefill_again(runner: Runner) -> Callable[[], object] | None:

@@ -67,7 +67,8 @@ class Sizing:
             the KV pool. ``kv_per_token``: K and V of all layers. ``pool``: the rest; negative if there is none.
         pool_tokens: tokens of one sequence that has the pool to itself. ``full_sequences``: sequences of
             ``max_model_len`` tokens that fit.
-        groups: groups of layers that see the same tokens. ``page_bytes``: bytes of a page, of which the blocks of all
+        groups: groups of layers that see the same tokens. ``recurrent_layers``: their number; ``state``: of all of
+            them, behind one token. ``page_bytes``: bytes of a page, of which the blocks of all
             groups are made. ``sequences``: a short sequence, and one of ``max_model_len`` tokens.
     """
 
@@ -82,6 +83,8 @@ class Sizing:
     max_model_len: int
     full_sequences: float
     groups: tuple[GroupSizing, ...]
+    recurrent_layers: int
+    state: int
     page_bytes: int
     sequences: tuple[SequenceSizing, ...]
 
@@ -98,7 +101,8 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     check_supported(config.model, found, text)
     check_latents(config, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
-    model = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
+    tried = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
+    model = tried.model
     header = {name: TensorInfo("", list(weight.shape)) for name, weight in model.named_parameters()}  # tied ones once
     weights = weight_bytes({path: header}, dtype, config.quantization) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
@@ -110,7 +114,8 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     layers = [attention_shape(module, text, dtype) for module in attention]
     kinds = [_kind(layers[source]) for source in sorted(set(kv_sources(attention, text)))]
     kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
-    memory, groups = _groups(kinds, config.block_size, kv_dtype, longest)
+    states = [layer.num_bytes for layer in tried.recurrent]
+    memory, groups = _groups(kinds, config.block_size, kv_dtype, longest, states)
     qkv = max((layer.heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers)
     width = 4 * text.hidden_size + qkv + 3 * inner
     # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.
@@ -137,16 +142,18 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
         max_model_len=longest,
         full_sequences=sequences[-1].fit,
         groups=groups,
+        recurrent_layers=len(states),
+        state=sum(states),
         page_bytes=memory.page_bytes,
         sequences=sequences,
     )
 
 
 def _groups(
-    kinds: Sequence[KVLayerKind], block_size: int, kv_dtype: torch.dtype, longest: int
+    kinds: Sequence[KVLayerKind], block_size: int, kv_dtype: torch.dtype, longest: int, states: Sequence[int]
 ) -> tuple[PageLayout, tuple[GroupSizing, ...]]:
     """Return the pages of a model with layers of these kinds, and its groups."""
-    memory = page_layout(kinds, block_size, kv_dtype, longest)
+    memory = page_layout(kinds, block_size, kv_dtype, longest, states)
     memory = memory or single_group([kind.shape for kind in kinds], block_size, kv_dtype)
     shapes = [[kinds[layer].shape for layer in group.layers] for group in memory.groups]
     return memory, tuple(
@@ -210,7 +217,7 @@ def _print_table(found: Sizing, ranks: int) -> None:
     if not found.pool_tokens:
         print("  nothing is left for KV: take more GPUs (--tensor-parallel), --quantization fp8, or larger ones")
         return
-    if len(found.groups) == 1:
+    if len(found.groups) == 1 and not found.state:
         print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: {found.pool_tokens:,} tokens")
         print(f"  each token of KV takes {found.kv_per_token / 1024:.4g}KiB")
         print(f"  that is {found.full_sequences:g} sequences of {found.max_model_len:,} tokens, the longest there are")
@@ -219,6 +226,8 @@ def _print_table(found: Sizing, ranks: int) -> None:
     for group in found.groups:
         seen = f"the last {group.window:,} tokens" if group.window else "all tokens"
         print(f"  each token of KV takes {group.kv_per_token / 1024:.4g}KiB in {group.layers} layers that see {seen}")
+    if found.state:
+        print(f"  the states of {found.recurrent_layers} recurrent layers take {found.state / 2**20:.4g}MiB")
     for one in found.sequences:
         sizes = (
             f"{one.decoding / 2**30:.2f} GiB, and up to {one.prefilling / 2**30:.2f} GiB while its prompt is computed"

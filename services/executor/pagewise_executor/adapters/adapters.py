@@ -107,7 +107,7 @@ def make_adapters(config: SizedConfig, loaded: LoadedModel) -> Adapters | None:
     if not config.enable_lora:
         return None
     context = AdapterContext()
-    layers = adapt_linears(loaded.model, context)
+    layers = adapt_linears(loaded.model, context, [layer.name for layer in loaded.recurrent])
     most = config.max_cpu_loras or config.max_loras
     host = HostAdapters(layers, loaded.dtype, most, config.max_lora_rank, shards=loaded.shards)
     if (device := loaded.device).type == "cuda":

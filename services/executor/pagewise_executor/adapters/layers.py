@@ -1,6 +1,6 @@
 """Linear layers to whose outputs the adapters of a batch are added."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,15 +51,18 @@ class AdaptedLinear(nn.Module):
         return y
 
 
-def adapt_linears(model: nn.Module, context: AdapterContext) -> list[AdaptedLinear]:
+def adapt_linears(model: nn.Module, context: AdapterContext, recurrent: Sequence[str] = ()) -> list[AdaptedLinear]:
     """Wrap the linear layers of a model's decoder layers that see every token of the batch; return them in order.
 
-    The layers of experts, which see some tokens only, embeddings and the head stay as they are.
+    The layers of experts, which see some tokens only, embeddings and the head stay as they are, and so do those in the
+    modules named ``recurrent``, which see the tokens in another order.
     """
     found: list[AdaptedLinear] = []
     for name, layer in list(_decoder_layers(model)):
         linears = _fused(name, layer) if isinstance(layer, FusedDecoderLayer) else _plain(name, layer)
         for path, parts, ins in list(linears):
+            if any(path.startswith(f"{one}.") for one in recurrent):
+                continue
             base = model.get_submodule(path)
             adapted = AdaptedLinear(base, len(found), parts, ins, context)
             move_sum(base, adapted)  # the sum over the ranks must include the adapter's part

@@ -4,6 +4,9 @@ A block of a group holds ``block_size`` tokens of all its layers. Blocks of seve
 memory that one group frees must be of use to another. So all blocks consist of pages of one size. A page holds K and V
 of a number of layers of one group; the pages of a block may lie anywhere. vLLM makes all blocks as large as the largest
 and wastes the rest, and SGLang gives each group a fixed share.
+
+Recurrent layers keep no K and V but states, of one size for any number of tokens. A block of the group of states holds
+the states of all recurrent layers behind one token, one after the other, in as many pages as that takes.
 """
 
 from bisect import bisect_right
@@ -20,6 +23,9 @@ _MOST_WASTE = 0.02
 _BLOCKS_BEHIND = 3
 """Blocks that a table keeps beside its window: two for a snapshot at the last full block, and the block that a step
 begins to fill while steps in flight still read the first."""
+_STATE_BLOCKS = 4
+"""Blocks of states that a sequence holds: the one that it writes, the one behind its last full block, and two that
+steps in flight leave or that become snapshots."""
 _MARGIN = 64
 """Tokens before the window at the end of a prompt that its snapshot has too."""
 
@@ -55,11 +61,23 @@ class Group:
         return -(-len(self.layers) // self.layers_per_page)
 
 
+class StateGroup(NamedTuple):
+    """The group of states of ``num_layers`` recurrent layers, of ``num_bytes`` bytes in all.
+
+    ``pages_per_block``: pages that a block takes.
+    """
+
+    num_layers: int
+    num_bytes: int
+    pages_per_block: int
+
+
 @dataclass(slots=True, frozen=True)
 class PageLayout:
     """The groups of a model, of which the first sees all tokens, and the size of a page in bytes.
 
     ``waste``: the largest share of a block's pages that holds nothing, over all groups. ``block_size``: in tokens.
+    ``states``: the group behind the others, of recurrent layers; None: the model has none.
 
     The scheduler counts pages by the same rules. ``in_flight``: most tokens that steps in flight compute at the same
     time, because a table holds the windows of all of them.
@@ -69,11 +87,13 @@ class PageLayout:
     page_bytes: int
     waste: float
     block_size: int
+    states: StateGroup | None = None
 
     def pages_for(self, num_tokens: int, in_flight: int = 0) -> int:
         """Pages that a sequence of ``num_tokens`` tokens holds while it decodes; with ``in_flight``, most pages that
         it holds while its prompt is computed."""
-        blocks, pages = -(-num_tokens // self.block_size), 0
+        blocks = -(-num_tokens // self.block_size)
+        pages = min(blocks, _STATE_BLOCKS) * self.states.pages_per_block if self.states is not None else 0
         for group in self.groups:
             seen = -(-(group.window - 1 + in_flight) // self.block_size) + _BLOCKS_BEHIND
             seen += -(-_MARGIN // self.block_size) if in_flight else 0
@@ -99,14 +119,18 @@ class PageLayout:
 
 
 def page_layout(
-    layers: Sequence[KVLayerKind], block_size: int, dtype: torch.dtype, max_model_len: int
+    layers: Sequence[KVLayerKind],
+    block_size: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    states: Sequence[int] = (),
 ) -> PageLayout | None:
     """Return the groups of a model's layers and the pages of their blocks; None: one group is enough.
 
     Of the pages that waste at most 2% of any block, the largest is chosen, because a block of fewer pages needs fewer
     tables; if all waste more, the page that wastes least. Windows of ``max_model_len`` tokens and more see all tokens.
     If no layer does, the layers with the largest window count as such. Layers that see the same tokens and have unequal
-    shapes cannot be grouped: the model then has one group.
+    shapes cannot be grouped: the model then has one group. ``states``: the bytes of the states of each recurrent layer.
     """
     kinds = [one if one.window < max_model_len else KVLayerKind(one.shape) for one in layers]
     windows = {(one.window, one.chunked) for one in kinds}
@@ -116,7 +140,8 @@ def page_layout(
     members: dict[tuple[int, bool], list[int]] = {(0, False): []}
     for index, one in enumerate(kinds):
         members.setdefault((one.window, one.chunked), []).append(index)
-    if len(members) == 1 or any(len({kinds[index].shape for index in held}) > 1 for held in members.values()):
+    unequal = any(len({kinds[index].shape for index in held}) > 1 for held in members.values())
+    if unequal or (len(members) == 1 and not states):
         return None
     sizes = {key: bytes_per_block([kinds[held[0]].shape], block_size, dtype) for key, held in members.items()}
     pages = {count * sizes[key] for key, held in members.items() for count in range(1, len(held) + 1)}
@@ -126,11 +151,13 @@ def page_layout(
             Group(tuple(held), kinds[held[0]].shape, *key, min(len(held), page // sizes[key]))
             for key, held in members.items()
         )
-        waste = max(
-            1 - len(one.layers) * size / (one.pages_per_block * page)
-            for one, size in zip(groups, sizes.values(), strict=True)
-        )
-        layouts.append(PageLayout(groups, page, waste, block_size))
+        used = [len(one.layers) * size for one, size in zip(groups, sizes.values(), strict=True)]
+        taken = list(zip(used, (one.pages_per_block for one in groups), strict=True))
+        recurrent = StateGroup(len(states), sum(states), -(-sum(states) // page)) if states else None
+        if recurrent is not None:
+            taken.append((recurrent.num_bytes, recurrent.pages_per_block))
+        waste = max(1 - size / (count * page) for size, count in taken)
+        layouts.append(PageLayout(groups, page, waste, block_size, recurrent))
     return max(layouts, key=lambda one: (-max(one.waste, _MOST_WASTE), one.page_bytes))
 
 

@@ -37,6 +37,7 @@ from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
+from pagewise_executor.models.recurrent import RecurrentLayer, check_recurrent
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import load_with_transformers, transformers_config
@@ -60,6 +61,7 @@ class LoadedModel:
     small operations of fused layers. ``fallback``: the kernels, or a linear layer, are slower ones than preferred.
     ``rotations``: of the keys of each layer of the pool; empty if ``no_segments`` says why KV cannot be moved to other
     positions.
+    ``recurrent``: the layers that keep states, in order.
     ``ranks``: hold a part of the model each; the model and ``layers`` are this rank's, the other properties the whole
     model's. ``shards``: the division among ranks; None: there is one rank. ``rope``: the result of ``fix_rope``.
     """
@@ -81,6 +83,7 @@ class LoadedModel:
     shards: Shards | None = None
     rope: FixedRope = FixedRope()  # noqa: RUF009 - it is frozen
     sources: list[int] = field(default_factory=list)
+    recurrent: list[RecurrentLayer] = field(default_factory=list)
 
     @property
     def kv_layers(self) -> list[int]:
@@ -116,8 +119,12 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     check_supported(config.model, model_config, text)
     check_latents(config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
+    recurrent: list[RecurrentLayer] = []
     if checkpoint is None:
-        try_without_weights(config.model, model_config, dtype, trust_remote_code=config.trust_remote_code)
+        trust = config.trust_remote_code
+        recurrent = try_without_weights(config.model, model_config, dtype, trust_remote_code=trust).recurrent
+    if recurrent:
+        check_recurrent(config, device, ranks.size)
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)
@@ -158,7 +165,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
         attention=attention, layers=layers, kernels=kernels, fallback=fallback,
         rotations=[rotation for layer, rotation in enumerate(rotations) if sources[layer] == layer],
-        no_segments=no_segments, ranks=ranks, shards=shards, rope=rope, sources=sources,
+        no_segments=no_segments, ranks=ranks, shards=shards, rope=rope, sources=sources, recurrent=recurrent,
     )  # fmt: skip
 
 

@@ -26,8 +26,11 @@ SERVED = (
 """The families with a test, as a part of a sentence."""
 
 
-_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""The kinds of attention layers that keep paged KV, by their names in transformers' configurations."""
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+"""The kinds of layers that keep states; hybrid ones have attention, too."""
+_WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"} | _RECURRENT | _WITHOUT_ATTENTION
+"""The kinds of layers that may be served, by their names in transformers' configurations."""
 _COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 _OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel")
 """Ends of the names of classes whose head does not predict the next token, such as that of a reward model."""
@@ -40,6 +43,11 @@ def _other_head(config: Any, text: Any) -> str:
 
 def _other_layers(config: Any, text: Any) -> str:
     return ", ".join(sorted(set(getattr(text, "layer_types", None) or ()) - _KINDS))
+
+
+def _no_attention(config: Any, text: Any) -> bool:
+    kinds = getattr(text, "layer_types", None) or ()
+    return bool(kinds) and _WITHOUT_ATTENTION.issuperset(kinds)
 
 
 def _no_chunk_size(config: Any, text: Any) -> bool:
@@ -57,7 +65,8 @@ _REFUSED: tuple[tuple[Callable[[Any, Any], Any], str], ...] = (
         "is an encoder-decoder model: only decoder-only models are served",
     ),
     (_other_head, "is a {}, whose head does not predict tokens"),
-    (_other_layers, "has layers of a kind that keeps no paged KV: {}"),
+    (_other_layers, "has layers of a kind that is not served: {}"),
+    (_no_attention, "has no layers with attention"),
     (_no_chunk_size, "has layers of chunked attention, and no attention_chunk_size"),
     (
         lambda config, text: getattr(text, "use_bidirectional_attention", None) in (True, "all"),
@@ -88,11 +97,11 @@ class AttentionCall:
     arguments: dict[str, Any]
 
 
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "attention_mask", "cache_position", "dropout", "logits_to_keep", "output_attentions", "output_hidden_states",
     "output_router_logits", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
-"""Arguments that models pass on to attention and that do not change its result here."""
+"""Arguments that models pass on to their layers and that do not change results here."""
 
 
 def _not_causal(call: AttentionCall, shape: AttentionShape) -> bool:
@@ -129,7 +138,7 @@ def _effective(call: AttentionCall, window: int | None) -> int | None:
 
 
 def _others(call: AttentionCall, shape: AttentionShape) -> str:
-    known = _WITHOUT_EFFECT | {"is_causal", "s_aux", "scaling", "sliding_window", "softcap"}
+    known = WITHOUT_EFFECT | {"is_causal", "s_aux", "scaling", "sliding_window", "softcap"}
     return ", ".join(sorted(name for name, value in call.arguments.items() if name not in known and value is not None))
 
 
@@ -226,10 +235,23 @@ def check_known(model: str, path: Path) -> None:
     raise ModelError(f"{model} cannot be served: its config.json has {named}; {SERVED}")
 
 
+def recurrent_layers(text: Any) -> set[int]:
+    """Return the layers of a language model that keep states, by its configuration."""
+    return {layer for layer, kind in enumerate(getattr(text, "layer_types", None) or ()) if kind in _RECURRENT}
+
+
+def is_attention(module: torch.nn.Module, text: Any) -> bool:
+    """Return whether a module is one of attention with K and V, by its name; those of recurrent layers are not."""
+    if not type(module).__name__.endswith("Attention"):
+        return False
+    kinds, layer = getattr(text, "layer_types", None), getattr(module, "layer_idx", None)
+    return not kinds or not isinstance(layer, int) or kinds[layer] not in _WITHOUT_ATTENTION
+
+
 def attention_modules(
     name: str, model: torch.nn.Module, text: "LlamaConfig | PretrainedConfig"
 ) -> list[torch.nn.Module]:
-    """Return the attention modules of a model by layer.
+    """Return the attention modules of a model by layer, of those layers that have one.
 
     Raises:
         ModelError: paged attention cannot replace its attention layers.
@@ -237,9 +259,11 @@ def attention_modules(
     found: dict[int, torch.nn.Module] = {
         int(module.layer_idx): module  # type: ignore[arg-type]
         for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and type(module).__name__.endswith("Attention")
+        if isinstance(getattr(module, "layer_idx", None), int) and is_attention(module, text)
     }
-    if sorted(found) != list(range(text.num_hidden_layers)):
+    kinds = getattr(text, "layer_types", None) or ()
+    without = {layer for layer, kind in enumerate(kinds) if kind in _WITHOUT_ATTENTION}
+    if sorted(found) != [layer for layer in range(text.num_hidden_layers) if layer not in without]:
         raise ModelError(f"{name} ({type(model).__name__}) does not expose its attention layers; {SERVED}")
     return [found[layer] for layer in sorted(found)]
 

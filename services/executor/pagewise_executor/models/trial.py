@@ -3,21 +3,32 @@
 The model is built on the meta device, whose tensors have shapes and no data, and computes one short prompt. An
 attention function and a mask function of the trial record the arguments that each layer passes, and the modules that
 pass them. So a model that keeps state elsewhere, that attends in a way of its own, or whose masks let a token see other
-tokens than paged attention would, is found by what it does, and need not be on a list.
+tokens than paged attention would, is found by what it does, and need not be on a list. Modules that keep states in a
+cache of transformers compute another prompt with a cache that records these states.
 """
 
 import inspect
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pagewise_shared.errors import ModelError
 from torch import nn
 
 from pagewise_executor.models.latents import absorb_latents, unfit_latents
-from pagewise_executor.models.support import SERVED, AttentionCall, attention_modules, attention_shape, refuse_call
+from pagewise_executor.models.recurrent import RecurrentLayer
+from pagewise_executor.models.recurrent_trial import recording
+from pagewise_executor.models.support import (
+    SERVED,
+    AttentionCall,
+    attention_modules,
+    attention_shape,
+    is_attention,
+    recurrent_layers,
+    refuse_call,
+)
 from pagewise_executor.models.weight_files import first_line
 
 log = logging.getLogger(__name__)
@@ -33,10 +44,18 @@ _ONE_AT_A_TIME = threading.Lock()
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
-def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
-    """Return the model that transformers builds for ``config``, on the meta device, after it was tried.
+class Tried(NamedTuple):
+    """A model without weights that was tried, and its recurrent layers in order.
 
     Its attention modules attend to latents if they compute any.
+    """
+
+    model: nn.Module
+    recurrent: list[RecurrentLayer]
+
+
+def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Tried:
+    """Build the model of ``config`` on the meta device, and try it.
 
     ``model``: its name, for errors. ``config``: of transformers; of the whole model, or of one rank's part.
 
@@ -53,8 +72,8 @@ def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_re
         return _try(name, config, text, dtype, trust_remote_code=trust_remote_code)
 
 
-def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
-    trial = _Trial()
+def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Tried:
+    trial = _Trial(text)
     try:
         skeleton = _build(config, dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # models raise plain exceptions of many kinds for attention that cannot be replaced
@@ -66,8 +85,15 @@ def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_
         raise ModelError(f"{name} has multi-head latent attention (MLA) {why}; {SERVED}")
     absorb_latents(skeleton)
     failure = trial.run(skeleton)
-    if stateful := trial.stateful_modules(skeleton):
-        raise ModelError(f"{name} keeps state that is no paged KV, in modules of type {', '.join(stateful)}; {SERVED}")
+    stateful = trial.stateful_modules(skeleton)
+    types = ", ".join(sorted({type(module).__name__ for module in stateful.values()}))
+    if stateful and not recurrent_layers(text):
+        raise ModelError(f"{name} keeps state that is no paged KV, in modules of type {types}; {SERVED}")
+    if recurrent_layers(text) and not stateful:
+        raise ModelError(f"{name} has recurrent layers, and no module gets their states from a cache; {SERVED}")
+    recurrent: list[RecurrentLayer] = []
+    if stateful and failure is None:
+        recurrent = _recorded(f"{name} keeps states in modules of type {types}", skeleton, stateful, trial, text)
     if failure is not None:
         log.debug("%s cannot be tried", name, exc_info=failure)
         # The errors of tensors without data are of several types, and name the meta device.
@@ -81,7 +107,35 @@ def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_
         )
     for call in trial.calls:
         refuse_call(name, call, attention_shape(call.module, text, dtype))
-    return skeleton
+    return Tried(skeleton, recurrent)
+
+
+def _recorded(
+    kept: str, skeleton: nn.Module, stateful: dict[str, nn.Module], trial: "_Trial", text: Any
+) -> list[RecurrentLayer]:
+    """Return the states of the modules ``stateful``.
+
+    Raises:
+        ModelError: they cannot be kept in pages. ``kept``: the beginning of its text.
+    """
+    skeleton.requires_grad_(requires_grad=False)  # their gradients say nothing about states
+    with recording(stateful) as recorded:
+        failure = trial.run(skeleton)
+        found = {name: one for name, one in recorded.items() if one.states}
+        try:
+            for one in found.values():
+                one.check()
+        except Exception as error:  # models raise many kinds
+            failure = failure or error
+    why = next((f"which {one.unfit}" for one in found.values() if one.unfit), "")
+    if not why and failure is not None:
+        log.debug("%s, and cannot be recorded", kept, exc_info=failure)
+        why = f"which cannot be computed with these alone: {first_line(failure)}"
+    if not why and recurrent_layers(text) - set[int]().union(*(one.layers for one in found.values())):
+        why = "and not in a cache alone"
+    if why:
+        raise ModelError(f"{kept}, {why}; {SERVED}")
+    return [RecurrentLayer(name, one.states) for name, one in found.items()]
 
 
 def _build(config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Module:
@@ -99,14 +153,16 @@ def _build(config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> nn.Mo
 
 
 class _Trial:
-    """One forward pass of a model on the meta device. ``calls``: of the attention function, in order.
+    """Forward passes of a model on the meta device. ``calls``: of the attention function in the last one, in order.
+    ``text``: the configuration of the language model.
 
     From now on models that are built with the attention ``_NAME`` call it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, text: Any) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface
 
+        self._text = text
         self._masks: list[tuple[torch.Tensor, MaskFunction]] = []
         self.calls: list[AttentionCall] = []
         AttentionInterface.register(_NAME, self._attend)
@@ -115,6 +171,9 @@ class _Trial:
     @torch.inference_mode()
     def run(self, skeleton: Any) -> Exception | None:
         """Compute a prompt; return the error with which it failed."""
+        from transformers import DynamicCache
+
+        self._masks, self.calls = [], []
         for module in skeleton.modules():
             kind = getattr(module, "rope_type", None)
             if isinstance(kind, str):
@@ -123,29 +182,34 @@ class _Trial:
                 module.rope_type = dict.fromkeys(kind, "default")
         tokens = torch.arange(_TOKENS, device="meta")[None]
         kept = torch.arange(2, device="meta")
-        # With a mask of the tokens, transformers does not search the positions for borders of sequences.
-        given = {"position_ids": tokens, "attention_mask": torch.ones_like(tokens), "logits_to_keep": kept}
+        given: dict[str, Any] = {"position_ids": tokens, "logits_to_keep": kept}
+        # With a mask of the tokens, or a cache, transformers does not search the positions for borders of sequences.
+        # Recurrent layers would read the mask.
+        if recurrent := bool(recurrent_layers(self._text)):
+            given["past_key_values"] = DynamicCache(config=self._text)
+        else:
+            given["attention_mask"] = torch.ones_like(tokens)
         try:
             if missing := [name for name in given if not _takes(skeleton, name)]:
                 return TypeError(f"its forward pass does not take {missing[0]}")
-            logits = skeleton(input_ids=tokens, use_cache=False, **given).logits
+            logits = skeleton(input_ids=tokens, use_cache=recurrent, **given).logits
             if logits.shape[:2] != (1, len(kept)):
                 return TypeError(f"for {len(kept)} tokens of a prompt it returns logits of shape {list(logits.shape)}")
         except Exception as error:  # models raise many kinds
             return error
         return None
 
-    def stateful_modules(self, skeleton: nn.Module) -> list[str]:
-        """Return the types of the modules that get the state of a sequence and did not call the attention function."""
+    def stateful_modules(self, skeleton: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules that get the state of a sequence and did not call the attention function, by name."""
         called = {call.module for call in self.calls}
-        found = set()
-        for module in skeleton.modules():
-            if type(module).__name__.endswith("Attention") or not _takes_state(module):
+        found = {}
+        for name, module in skeleton.named_modules():
+            if module in called or is_attention(module, self._text) or not _takes_state(module):
                 continue  # an attention module that does not call the function is counted by the caller
             _, *parts = module.modules()
             if not called.intersection(parts) and not any(_takes_state(part) for part in parts):
-                found.add(type(module).__name__)
-        return sorted(found)
+                found[name] = module
+        return found
 
     def _attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -1,0 +1,53 @@
+"""Which recurrent layers are served, and which are refused before weights are read."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pagewise_executor.models.loader import load_model
+from pagewise_executor.models.recurrent import CONV, RECURRENT, State
+from pagewise_executor.models.trial import try_without_weights
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+from transformers import AutoConfig, PreTrainedConfig
+
+from tests.every_causal_lm import tiny_config
+from tests.model_builders import build_model
+
+
+def tried(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, tuple[State, ...]]]:
+    recurrent = try_without_weights("MODEL", config, dtype, trust_remote_code=False).recurrent
+    return [(layer.name, layer.states) for layer in recurrent]
+
+
+def test_states_are_found_by_what_modules_do(tmp_path: Path) -> None:
+    """States in float32 stay in float32."""
+    build_model("nemotron_h", tmp_path)
+    states = (
+        State((CONV, 0), (6 * 16 + 2 * 2 * 8, 4), torch.bfloat16),
+        State((RECURRENT, 0), (6, 16, 8), torch.float32),
+    )
+    assert tried(AutoConfig.from_pretrained(tmp_path)) == [
+        ("model.layers.0.mixer", states), ("model.layers.4.mixer", states)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("jamba", "JambaMambaMixer, which compute 4 later tokens without the recurrent state of earlier ones"),
+        ("recurrent_gemma", "keeps states in modules of type RecurrentGemmaDecoderLayer, which cannot be computed"),
+        ("bailing_hybrid", "which get arguments that are not known: position_embeddings"),
+    ],
+)
+def test_states_that_cannot_be_kept_are_refused(kind: str, why: str) -> None:
+    with pytest.raises(ModelError, match=rf"\(model_type {kind}\).*{why}"):
+        tried(tiny_config(kind))
+
+
+@pytest.mark.parametrize("option", [{"kv_mapping": "mmu"}, {"kernels": "triton"}])
+def test_options_that_need_other_layers_are_refused(option: dict[str, str], tmp_path: Path) -> None:
+    build_model("lfm2", tmp_path)
+    ((name, value),) = option.items()
+    with pytest.raises(ModelError, match=f"--{name.replace('_', '-')} {value}: .* has recurrent layers"):
+        load_model(ExecutorConfig(model=str(tmp_path), device="cpu", **option))  # type: ignore[arg-type]
