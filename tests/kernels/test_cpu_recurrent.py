@@ -110,7 +110,7 @@ class Layer:
         bytes_per_block = starts[1] + self.state[0].numel() * 4
         per_block = -(-bytes_per_block // page)
         memory = torch.randint(0, 256, (2 * count * per_block + 3, page), dtype=torch.uint8)
-        pages = torch.randperm(len(memory))[: 2 * count * per_block].view(2, count, per_block)
+        pages = torch.randperm(len(memory))[: 2 * count * per_block].int().view(2, count, per_block)
         read, written = pages if apart else (pages[0], pages[0])
         content = torch.zeros(count, per_block * page, dtype=torch.uint8)
         for start, state in zip(starts, (self.conv, self.state), strict=True):
@@ -199,7 +199,7 @@ def test_a_sequence_has_the_same_output_with_others_beside_it() -> None:
 
 def test_no_sequences_have_no_outputs() -> None:
     layer = Layer(SHAPES[0], delta=True, norm="head")
-    pages = torch.zeros(0, 1, dtype=torch.int64)
+    pages = torch.zeros(0, 1, dtype=torch.int32)
     memory = torch.zeros(1, 1 << 16, dtype=torch.uint8)
     out = layer.step.outputs(torch.zeros(0, layer.size + 5), Blocks(memory, pages, pages, 0, layer.conv[0].numel() * 4))
     assert out.shape == (0, 128)
@@ -208,7 +208,7 @@ def test_no_sequences_have_no_outputs() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     layer = Layer(SHAPES[0], delta=True, norm="head")
     row, memory = torch.zeros(1, layer.size + 5), torch.zeros(2, 1 << 16, dtype=torch.uint8)
-    pages = torch.zeros(1, 1, dtype=torch.int64)
+    pages = torch.zeros(1, 1, dtype=torch.int32)
     for wrong in (2, -1):
         with pytest.raises(ValueError, match="not among the 2"):
             layer.step.outputs(row, Blocks(memory, pages, pages + wrong, 0, 4096))

@@ -18,7 +18,7 @@ struct recurrence {
   // read, written [sequences, pages_per_block]: indices of pages in memory. A conv state [channels, kept] lies at byte
   // conv_start of a block; a state, [heads, key, value] of the delta rule and [heads, value, key] of Mamba-2, at state_start.
   char *memory;
-  const int64_t *read, *written;
+  const int32_t *read, *written;
   // convolved [sequences, channels]: of the delta rule queries and keys [key_heads, key] and values [heads, value]; of
   // Mamba-2 values, keys and queries. out [sequences, heads, value].
   float *convolved, *out;
@@ -40,10 +40,10 @@ enum { ALONE_STATES = 1 << 15 };
 INLINE float softplus_of(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // Copy ``size`` bytes from or to the byte ``at`` of a block.
-INLINE void copy_in_pages(const struct recurrence *a, const int64_t *pages, long at, void *p, long size, int put) {
+INLINE void copy_in_pages(const struct recurrence *a, const int32_t *pages, long at, void *p, long size, int put) {
   for (char *here = p; size > 0;) {
     long within = at % a->page_bytes, part = a->page_bytes - within < size ? a->page_bytes - within : size;
-    char *there = a->memory + pages[at / a->page_bytes] * a->page_bytes + within;
+    char *there = a->memory + (int64_t)pages[at / a->page_bytes] * a->page_bytes + within;
     if (put)
       memcpy(there, here, part);
     else
@@ -53,9 +53,9 @@ INLINE void copy_in_pages(const struct recurrence *a, const int64_t *pages, long
 }
 
 // The address of ``size`` bytes at the byte ``at`` of a block; NULL: they do not lie in one page.
-INLINE void *in_page(const struct recurrence *a, const int64_t *pages, long at, long size) {
+INLINE void *in_page(const struct recurrence *a, const int32_t *pages, long at, long size) {
   long within = at % a->page_bytes;
-  return within + size > a->page_bytes ? 0 : a->memory + pages[at / a->page_bytes] * a->page_bytes + within;
+  return within + size > a->page_bytes ? 0 : a->memory + (int64_t)pages[at / a->page_bytes] * a->page_bytes + within;
 }
 
 // ``load_some`` and ``store_some`` whose usual case is a whole vector.
@@ -201,7 +201,7 @@ static void update_states(void *data) {
   float copied[values];  // of a state that lies in two pages
   while ((item = next_item(&a->next)) < a->sequences * a->heads) {
     long sequence = item / a->heads, head = item % a->heads, at = a->state_start + head * size;
-    const int64_t *read = a->read + sequence * a->pages_per_block, *written = a->written + sequence * a->pages_per_block;
+    const int32_t *read = a->read + sequence * a->pages_per_block, *written = a->written + sequence * a->pages_per_block;
     const float *in = in_page(a, read, at, size), *old = in ? in : copied;
     float *to = in_page(a, written, at, size), *new = to ? to : copied;
     if (!in) copy_in_pages(a, read, at, copied, size, 0);
@@ -240,7 +240,7 @@ static void gate_outputs(void *data) {
 // Return 0; or 1 if a page does not exist, and then nothing was computed.
 EXPORT int pagewise_recur(struct recurrence *a) {
   for (long i = 0; i < a->sequences * a->pages_per_block; i++)
-    if ((uint64_t)a->read[i] >= (uint64_t)a->num_pages || (uint64_t)a->written[i] >= (uint64_t)a->num_pages) return 1;
+    if (a->read[i] < 0 || a->read[i] >= a->num_pages || a->written[i] < 0 || a->written[i] >= a->num_pages) return 1;
   long threads = a->sequences * a->heads * a->key * a->value < ALONE_STATES ? 1 : a->threads;
   void (*bodies[])(void *) = {convolve_all, update_states, gate_outputs};
   for (int i = 0; i < 3; i++) {

@@ -53,7 +53,7 @@ class Weights:
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Where the states of sequences are: ``memory`` uint8 [pages, page bytes], and the pages of the blocks that are read
-    and written, int64 [sequences, pages per block]. A block may be both.
+    and written, int32 [sequences, pages per block]. A block may be both.
 
     ``conv_start``, ``state_start``: the first byte of each state in a block.
     """
@@ -135,8 +135,8 @@ class RecurrentStep:
         ):  # fmt: skip
             raise ValueError(f"{count} rows of {size} do not fit the blocks {list(pages)} of pages {list(memory.shape)}")
         types = projected.dtype, memory.dtype, blocks.read.dtype, blocks.written.dtype
-        if types != (torch.float32, torch.uint8, torch.int64, torch.int64) or not (projected.is_cpu and memory.is_cpu):
-            raise TypeError(f"recurrent layers take float32, pages of uint8, and int64 on the CPU, not {types}")
+        if types != (torch.float32, torch.uint8, torch.int32, torch.int32) or not (projected.is_cpu and memory.is_cpu):
+            raise TypeError(f"recurrent layers take float32, pages of uint8, and int32 on the CPU, not {types}")
         out = empty((count, a.heads * a.value), projected.dtype)
         convolved = empty((count, a.channels), projected.dtype)
         a.projected, a.row_stride, a.sequences = projected.data_ptr(), projected.stride(0), count

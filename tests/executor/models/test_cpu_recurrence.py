@@ -52,7 +52,7 @@ def test_single_tokens_are_those_of_the_module(family: str, tmp_path: Path) -> N
         layer = next(layer for layer in layers if layer.name == name)
         count, page = 5, 100
         per_block = -(-(layer.num_bytes + 4) // page)
-        pages = torch.randperm(2 * count * per_block).view(2, count, per_block)
+        pages = torch.randperm(2 * count * per_block).int().view(2, count, per_block)
         states = torch.randn(len(pages[0]), per_block * page // 4).mul(0.5).view(torch.uint8)
         tokens = torch.tensor([[1], [2], [4], [5], [7]])
         context.batches = [StateBatch(tokens, pages[0], pages[1])]

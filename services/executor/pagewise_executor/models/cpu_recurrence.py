@@ -193,7 +193,7 @@ class _Trial:
         for key, state in self._before.items():
             starts[key], start = start, start + 4 * state[0].numel()
         memory = torch.cat([state.flatten(1) for state in self._before.values()], dim=1).view(torch.uint8)
-        pages = torch.arange(count)[:, None]
+        pages = torch.arange(count, dtype=torch.int32)[:, None]
         outputs = recurrence(self._hidden, memory, pages, pages, starts)
         states = memory.view(torch.float32).split([state[0].numel() for state in after.values()], dim=1)
         return _near(outputs, expected) and all(

@@ -111,7 +111,7 @@ class StateCache:
 class StateBatch(NamedTuple):
     """Sequences that a recurrent module computes at once, each with equally many tokens.
 
-    ``tokens`` int64 [sequences, tokens]: their indices in the flat batch. ``read``, ``written`` int64 [sequences, pages
+    ``tokens`` int64 [sequences, tokens]: their indices in the flat batch. ``read``, ``written`` int32 [sequences, pages
     per block]: the pages of the blocks from which states come, and into which they go. ``read`` is None if the
     sequences begin.
     """
