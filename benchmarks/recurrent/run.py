@@ -1,12 +1,12 @@
-"""Decode of small hybrid models on the CPU: Pagewise with operations in C for recurrent layers and without, and generate().
+"""Decode of small hybrid models on the CPU: Pagewise with and without operations for recurrent layers, and generate().
 
     python -m benchmarks.recurrent.run [--json FILE]
 
 Models of about 100M weights in float32, which are random. The contenders share a process and its threads, and they
 decode the same numbers of tokens in turns. Every time is the median of the rounds, in CPU milliseconds of the process,
 and every ratio the median of the ratios of the rounds. Other work on the machine makes the times larger, so only ratios
-are compared. It makes threads wait for each other too, so one thread is the default. Of ``generate()``, the time from the
-first token to the last one counts.
+are compared. It makes threads wait for each other too, so one thread is the default. Of ``generate()``, the time from
+the second token to the last one counts.
 
 A last turn, which does not count for these, measures how much of a step recurrent modules are, with their projections.
 """
@@ -124,7 +124,7 @@ def pagewise(path: Path, *, operations: bool) -> Contender:
     with ExitStack() as stack:
         if not operations:
             finder = "pagewise_executor.forward_pass.find_recurrences"
-            stack.enter_context(mock.patch(finder, lambda model, layers: {}))
+            stack.enter_context(mock.patch(finder, return_value={}))
         runner = ModelRunner(settings)
 
     def decode(batch: int) -> float:

@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     page: int
 
 
-# Whole and cut vectors and columns, more heads than threads, conv states of each kind, and pages that cut states anywhere.
+# Whole and cut vectors and columns, conv states of each kind, and pages that cut states anywhere.
 SHAPES = [
     Shape(1, 4, 2, 16, 32, 4, 4, 1 << 16),
     Shape(3, 6, 3, 20, 13, 4, 3, 1000),

@@ -34,8 +34,8 @@ class Weights:
     ``conv`` [channels, width], ``conv_bias`` [channels]: of the convolution of each channel, with SiLU behind it.
     ``a_log``, ``dt_bias`` [heads]: the decay is exp(-exp(a_log) · dt), where dt is softplus(input + dt_bias). ``skip``
     [heads]: of Mamba-2, whose output has the value times it; None: the layer is a gated delta net. ``norm`` [heads ·
-    value]: of the RMS norm of outputs, over ``norm_size`` each; None: there is a gate alone. ``gate_first``: outputs are
-    multiplied by silu(gate) before the norm, not behind it. ``beta_scale``: of beta.
+    value]: of the RMS norm of outputs, over ``norm_size`` each; None: there is a gate alone. ``gate_first``: outputs
+    are multiplied by silu(gate) before the norm, not behind it. ``beta_scale``: of beta.
     """
 
     conv: torch.Tensor
@@ -52,8 +52,8 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Where the states of sequences are: ``memory`` uint8 [pages, page bytes], and the pages of the blocks that are read
-    and written, int32 [sequences, pages per block]. A block may be both.
+    """Where the states of sequences are: ``memory`` uint8 [pages, page bytes], and the pages of the blocks that are
+    read and written, int32 [sequences, pages per block]. A block may be both.
 
     ``conv_start``, ``state_start``: the first byte of each state in a block.
     """
@@ -68,8 +68,8 @@ class Blocks:
 class RecurrentStep:
     """Computes one token of each sequence. ``kept``: how many inputs of each channel the conv state has.
 
-    ``state``: the shape of the recurrent state, of a gated delta net [heads, key, value], whose channels are queries and
-    keys [groups, key] and values [heads, value]; of Mamba-2 [heads, value, key], whose channels are values [heads,
+    ``state``: the shape of the recurrent state, of a gated delta net [heads, key, value], whose channels are queries
+    and keys [groups, key] and values [heads, value]; of Mamba-2 [heads, value, key], whose channels are values [heads,
     value], keys and queries [groups, key]. A group of heads shares keys and queries.
 
     Raises:
@@ -106,9 +106,8 @@ class RecurrentStep:
             raise ValueError("places in a row of projections are not negative")
         self._kept = floats, indices  # while the structure points to them
         at = [None if one is None else one.data_ptr() for one in (*indices, *floats)]
-        names = "conv_from gate_from decay_from beta_from conv_weight conv_bias rate dt_bias skip norm_weight".split()
         self._arguments = RecurrenceArguments(
-            **dict(zip(names, at, strict=True)), channels=channels, width=width, kept=kept, heads=heads,
+            None, *at, channels=channels, width=width, kept=kept, heads=heads,
             key_heads=groups, key=key, value=value, norm_size=weights.norm_size, gate_first=weights.gate_first,
             beta_scale=weights.beta_scale, eps=weights.eps,
         )  # fmt: skip
@@ -133,7 +132,9 @@ class RecurrentStep:
             or max(blocks.conv_start + self._conv_bytes, blocks.state_start + self._state_bytes)
             > pages[1] * memory.shape[1]
         ):  # fmt: skip
-            raise ValueError(f"{count} rows of {size} do not fit the blocks {list(pages)} of pages {list(memory.shape)}")
+            raise ValueError(
+                f"{count} rows of {size} do not fit the blocks {list(pages)} of pages {list(memory.shape)}"
+            )
         types = projected.dtype, memory.dtype, blocks.read.dtype, blocks.written.dtype
         if types != (torch.float32, torch.uint8, torch.int32, torch.int32) or not (projected.is_cpu and memory.is_cpu):
             raise TypeError(f"recurrent layers take float32, pages of uint8, and int32 on the CPU, not {types}")

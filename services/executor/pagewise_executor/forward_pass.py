@@ -15,9 +15,9 @@ from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.kv.page_pool import PagePool
+from pagewise_executor.models.cpu_recurrence import find_recurrences
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.long_rope import rope_positions
-from pagewise_executor.models.cpu_recurrence import find_recurrences
 from pagewise_executor.models.recurrent import RecurrentContext, StateBatch, page_states
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
