@@ -57,33 +57,55 @@ FUNCTIONS = {
     ],
     "pagewise_sizeof_attention": [],
     "pagewise_attend": [_POINTER],
+    "pagewise_sizeof_recurrence": [],
+    "pagewise_recur": [_POINTER],
 }  # fmt: skip
 """All functions that are called, with their arguments."""
+
+
+_Fields = tuple[tuple[str, type[Any]], ...]
+
+
+def _fields(*kinds: tuple[type[Any], str]) -> _Fields:
+    """Return the fields of a structure, whose names are given by type."""
+    return tuple((name, kind) for kind, names in kinds for name in names.split())
 
 
 class AttentionArguments(ctypes.Structure):
     """``struct attention`` of attention.h, which paged attention reads its arguments from."""
 
-    _fields_ = tuple(
-        (name, kind)
-        for kind, names in (
-            (_POINTER, "q k v out"),
-            (_LONG, "q_token q_head k_token k_head v_token v_head"),
-            (_POINTER, "keys values"),
-            (_LONG, "key_block key_slot key_head value_block value_slot value_head"),
-            (_POINTER, "slots tables"),
-            (_LONG, "table_stride block_size tokens decodes num_chunks num_prefixes"),
-            (_POINTER, "rows lengths chunks prefixes members"),
-            (_LONG, "heads kv_heads dim value_dim bf16 window attention_chunk"),
-            (ctypes.c_float, "scale softcap"),
-            (_POINTER, "cos sin head_norm"),
-            (ctypes.c_float, "norm_eps"),
-            (ctypes.c_int32, "unused"),
-            (_POINTER, "sinks"),
-            (_LONG, "threads"),
-            (_POINTER, "parallel"),
-        )
-        for name in names.split()
+    _fields_ = _fields(
+        (_POINTER, "q k v out"),
+        (_LONG, "q_token q_head k_token k_head v_token v_head"),
+        (_POINTER, "keys values"),
+        (_LONG, "key_block key_slot key_head value_block value_slot value_head"),
+        (_POINTER, "slots tables"),
+        (_LONG, "table_stride block_size tokens decodes num_chunks num_prefixes"),
+        (_POINTER, "rows lengths chunks prefixes members"),
+        (_LONG, "heads kv_heads dim value_dim bf16 window attention_chunk"),
+        (ctypes.c_float, "scale softcap"),
+        (_POINTER, "cos sin head_norm"),
+        (ctypes.c_float, "norm_eps"),
+        (ctypes.c_int32, "unused"),
+        (_POINTER, "sinks"),
+        (_LONG, "threads"),
+        (_POINTER, "parallel"),
+    )
+
+
+class RecurrenceArguments(ctypes.Structure):
+    """``struct recurrence`` of recurrent.c, which recurrent layers read their arguments from."""
+
+    _fields_ = _fields(
+        (_POINTER, "projected conv_from gate_from decay_from beta_from"),
+        (_POINTER, "conv_weight conv_bias rate dt_bias skip norm_weight"),
+        (_POINTER, "memory read written convolved out"),
+        (_LONG, "row_stride num_pages page_bytes pages_per_block conv_start state_start"),
+        (_LONG, "sequences channels width kept heads key_heads key value norm_size gate_first"),
+        (ctypes.c_float, "beta_scale eps"),
+        (_LONG, "threads"),
+        (_POINTER, "parallel"),
+        (_LONG, "next"),
     )
 
 
@@ -162,16 +184,18 @@ def _open(path: Path) -> Library:
         library = Library(str(path))
     except OSError as error:
         raise LibraryMissingError(f"{path} cannot be loaded: {error}") from error
-    for name, arguments in FUNCTIONS.items():
+    for name, argtypes in FUNCTIONS.items():
         try:
-            getattr(library, name).argtypes = arguments
+            getattr(library, name).argtypes = argtypes
         except AttributeError:
             raise LibraryMissingError(f"{path} is of another version, without {name}; {_REMEDY}") from None
-    size, expected = library.pagewise_sizeof_attention(), ctypes.sizeof(AttentionArguments)
-    if size != expected:  # it would read and write past the structure
-        raise LibraryMissingError(
-            f"{path} is of another version, whose arguments of attention have {size} bytes, not {expected}; {_REMEDY}"
-        )
+    structures = {"attention": AttentionArguments, "recurrence": RecurrenceArguments}
+    for name, arguments in structures.items():
+        size, expected = getattr(library, f"pagewise_sizeof_{name}")(), ctypes.sizeof(arguments)
+        if size != expected:  # it would read and write past the structure
+            raise LibraryMissingError(
+                f"{path} is of another version, whose arguments of {name} have {size} bytes, not {expected}; {_REMEDY}"
+            )
     return library
 
 

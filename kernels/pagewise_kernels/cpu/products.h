@@ -101,26 +101,6 @@ INLINE void rows_by_panel(long rows, long count, long in, const float *x, long x
     for (long r = 0; r < rows; r++) memcpy(out + r * out_stride, own + r * PANEL, count * sizeof(float));
 }
 
-INLINE floats low_halves(floats a, floats b) {  // a0 b0 a1 b1 ...
-#if VEC == 16
-  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-#elif VEC == 8
-  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-#else
-  return __builtin_shufflevector(a, b, 0, 4, 1, 5);
-#endif
-}
-
-INLINE floats high_halves(floats a, floats b) {
-#if VEC == 16
-  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#elif VEC == 8
-  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-  return __builtin_shufflevector(a, b, 2, 6, 3, 7);
-#endif
-}
-
 // Transpose VEC vectors: interleaving the first half of them with the second, log2(VEC) times, does it.
 INLINE void transpose(floats *x) {
   for (int step = 1; step < VEC; step *= 2) {
@@ -131,14 +111,6 @@ INLINE void transpose(floats *x) {
     }
     for (int i = 0; i < VEC; i++) x[i] = y[i];
   }
-}
-
-// Return the sums of VEC vectors in one: transposing and adding, with half the vectors left after each step.
-INLINE floats sums_of(floats *x) {
-  for (int count = VEC; count > 1; count /= 2)
-    for (int i = 0; i < count / 2; i++)
-      x[i] = low_halves(x[i], x[i + count / 2]) + high_halves(x[i], x[i + count / 2]);
-  return x[0];
 }
 
 // Return the maxima of VEC vectors in one, likewise.

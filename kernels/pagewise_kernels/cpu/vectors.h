@@ -79,6 +79,34 @@ INLINE float max_of(floats x) {
   return most;
 }
 
+INLINE floats low_halves(floats a, floats b) {  // a0 b0 a1 b1 ...
+#if VEC == 16
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif VEC == 8
+  return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return __builtin_shufflevector(a, b, 0, 4, 1, 5);
+#endif
+}
+
+INLINE floats high_halves(floats a, floats b) {
+#if VEC == 16
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif VEC == 8
+  return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return __builtin_shufflevector(a, b, 2, 6, 3, 7);
+#endif
+}
+
+// Return the sums of VEC vectors in one: transposing and adding, with half the vectors left after each step.
+INLINE floats sums_of(floats *x) {
+  for (int count = VEC; count > 1; count /= 2)
+    for (int i = 0; i < count / 2; i++)
+      x[i] = low_halves(x[i], x[i + count / 2]) + high_halves(x[i], x[i + count / 2]);
+  return x[0];
+}
+
 // 2^x for x up to 127, 0 up to -127, and no number for what is none. The polynomial is that of Cephes' exp2f: its error is 2
 // units in the last place.
 INLINE floats exp2_of(floats x) {

@@ -16,6 +16,7 @@ from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.kv.page_pool import PagePool
+from pagewise_executor.models.cpu_recurrence import find_recurrences
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.long_rope import rope_positions
 from pagewise_executor.models.recurrent import RecurrentContext, StateBatch, page_states
@@ -55,7 +56,8 @@ class ForwardPass:
         self.forward_context = ForwardContext()
         self._upload, self._rope_lengths = Uploads(loaded.device), loaded.rope.lengths
         self._recurrent_context = RecurrentContext()
-        self._recurrent = page_states(loaded.model, loaded.recurrent, self._recurrent_context)
+        singles = find_recurrences(loaded.model, loaded.recurrent) if loaded.kernels == "cpu" else {}
+        self._recurrent = page_states(loaded.model, loaded.recurrent, self._recurrent_context, singles)
 
     def attach(self, pool: KVPool) -> None:
         """Use the K and V of ``pool`` from now on."""

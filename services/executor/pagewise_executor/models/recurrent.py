@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +111,7 @@ class StateCache:
 class StateBatch(NamedTuple):
     """Sequences that a recurrent module computes at once, each with equally many tokens.
 
-    ``tokens`` int64 [sequences, tokens]: their indices in the flat batch. ``read``, ``written`` int64 [sequences, pages
+    ``tokens`` int64 [sequences, tokens]: their indices in the flat batch. ``read``, ``written`` int32 [sequences, pages
     per block]: the pages of the blocks from which states come, and into which they go. ``read`` is None if the
     sequences begin.
     """
@@ -167,16 +167,32 @@ class _Place:
         return torch.empty(count, *self.state.shape, dtype=self.state.dtype, device=device)
 
 
+class SingleTokens(Protocol):
+    """Computes one token of each of some sequences that have states, as a recurrent module does."""
+
+    def __call__(
+        self, hidden: torch.Tensor, memory: torch.Tensor, read: torch.Tensor, written: torch.Tensor,
+        starts: Mapping[StateKey, int],
+    ) -> torch.Tensor:  # fmt: skip
+        """Return outputs [sequences, size] for hidden states [sequences, size]; read and write the states in
+        ``memory``, where ``starts`` are their first bytes in a block."""
+        ...
+
+
 class PagedRecurrence:
     """Replaces the forward pass of a recurrent module, whose states are kept in pages.
 
     Of the arguments it needs the first one alone, hidden states [1, tokens, size]: the trial without weights has
-    checked that the others are masks of padding, which a flat batch does not have.
+    checked that the others are masks of padding, which a flat batch does not have. ``single``: computes sequences with
+    one token each that go on; None: the module does.
     """
 
-    def __init__(self, module: nn.Module, layer: RecurrentLayer, context: RecurrentContext) -> None:
+    def __init__(
+        self, module: nn.Module, layer: RecurrentLayer, context: RecurrentContext, single: SingleTokens | None = None
+    ) -> None:
         self._forward, self._cache = module.forward, cache_name(module)
-        self._layer, self._context = layer, context
+        self._layer, self._context, self._single = layer, context, single
+        self._starts: dict[StateKey, int] = {}
         self._places: list[_Place] = []
 
     def attach(self, memory: torch.Tensor, start: int) -> int:
@@ -185,25 +201,16 @@ class PagedRecurrence:
         self._memory, self._places = memory, []
         for state in self._layer.states:
             self._places.append(_Place(state, start, memory.shape[1]))
+            self._starts[state.key] = start
             start += state.num_bytes
         return start
 
     def __call__(self, hidden_states: torch.Tensor, *_: object, **__: object) -> Any:
         """Compute the outputs [1, tokens, ...] of a flat batch, and update the states of its sequences."""
-        memory = self._memory
         outputs: list[torch.Tensor] = []
         single = True
         for batch in self._context.batches:
-            held = {
-                place.state.key: place.empty(len(batch.written), memory.device)
-                if batch.read is None
-                else place.load(memory, batch.read)
-                for place in self._places
-            }
-            cache = StateCache(held, begun=batch.read is not None)
-            found = self._forward(hidden_states[0][batch.tokens], **{self._cache: cache})
-            for place in self._places:
-                place.store(memory, batch.written, held[place.state.key])
+            found = self._compute(hidden_states[0][batch.tokens], batch)
             single = isinstance(found, torch.Tensor)
             parts = [found] if single else found
             if not outputs:
@@ -212,13 +219,37 @@ class PagedRecurrence:
                 output[0, batch.tokens] = part
         return outputs[0] if single else tuple(outputs)
 
+    def _compute(self, hidden: torch.Tensor, batch: StateBatch) -> Any:
+        """Compute the outputs of the tokens of a batch [sequences, tokens, size], and update its states."""
+        memory = self._memory
+        if self._single is not None and batch.read is not None and hidden.shape[1] == 1:
+            return self._single(hidden[:, 0], memory, batch.read, batch.written, self._starts)[:, None]
+        held = {
+            place.state.key: place.empty(len(batch.written), memory.device)
+            if batch.read is None
+            else place.load(memory, batch.read)
+            for place in self._places
+        }
+        found = self._forward(hidden, **{self._cache: StateCache(held, begun=batch.read is not None)})
+        for place in self._places:
+            place.store(memory, batch.written, held[place.state.key])
+        return found
 
-def page_states(model: nn.Module, layers: Sequence[RecurrentLayer], context: RecurrentContext) -> list[PagedRecurrence]:
-    """Let the recurrent modules of a model keep their states in pages; return what replaces their forward passes."""
+
+def page_states(
+    model: nn.Module,
+    layers: Sequence[RecurrentLayer],
+    context: RecurrentContext,
+    singles: Mapping[str, SingleTokens],
+) -> list[PagedRecurrence]:
+    """Let the recurrent modules of a model keep their states in pages; return what replaces their forward passes.
+
+    ``singles``: what computes single tokens in place of the modules with these names.
+    """
     found = []
     for layer in layers:
         module: Any = model.get_submodule(layer.name)
-        module.forward = paged = PagedRecurrence(module, layer, context)
+        module.forward = paged = PagedRecurrence(module, layer, context, singles.get(layer.name))
         found.append(paged)
     return found
 
