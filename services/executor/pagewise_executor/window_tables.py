@@ -24,8 +24,8 @@ class WindowTables:
             return positions // self._window * self._window // self._block_size
         return np.maximum(positions - self._window + 1, 0) // self._block_size
 
-    def check(self, rows: Int64s, starts: Int64s, stops: Int64s) -> None:
-        """Check that the tables of ``rows`` [n] hold all tokens that queries at positions from start to stop see.
+    def check(self, rows: Int64s, seen: Int64s, stops: Int64s) -> None:
+        """Check that the tables of ``rows`` [n] hold all entries from ``seen`` [n] on to positions ``stops`` [n].
 
         Raises:
             InvalidPlanError: the text names a row of which they do not.
@@ -36,7 +36,7 @@ class WindowTables:
             raise InvalidPlanError(
                 f"row {row}: {self.ends[row]} blocks of group {self.number} do not hold {stops[short][0]} tokens"
             )
-        begun = self.first_seen(starts) < self.first[rows]
+        begun = seen < self.first[rows]
         if begun.any():
             row = int(rows[begun][0])
             raise InvalidPlanError(f"row {row}: the blocks of group {self.number} begin at {self.first[row]}, too late")

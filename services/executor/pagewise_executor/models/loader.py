@@ -35,7 +35,7 @@ from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.preparation import prepare
-from pagewise_executor.models.quantised_checkpoint import read_quantisation
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.recurrent import RecurrentLayer, check_recurrent
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
@@ -110,7 +110,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         ModelError: the model cannot be found, read or run; the text says why.
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
-    quantised = read_quantisation(config.model, path, config.kv_dtype)
+    quantised = _kept(read_quantisation(config.model, path, config.kv_dtype), ranks)
     files = list(headers := checked_headers(weight_files(config.model, path)))
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
@@ -177,6 +177,11 @@ def _recurrent_layers(
     if found:
         check_recurrent(config, device, ranks.size)
     return found
+
+
+def _kept(quantised: QuantisedCheckpoint | None, ranks: Ranks) -> QuantisedCheckpoint | None:
+    """Return how weights are kept: of experts in MXFP4 each of several ranks reads its part in the model's type."""
+    return None if quantised is not None and quantised.mxfp4 and not ranks.alone else quantised
 
 
 def _key_rotations(
