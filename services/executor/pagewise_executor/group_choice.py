@@ -24,6 +24,9 @@ def choose_pages(config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dt
         for one in shapes
     ]
     found = page_layout(kinds, config.block_size, kv_dtype, loaded.max_model_len)
+    if found is not None and not config.layer_groups:
+        log.info("windowed layers keep all tokens (--no-layer-groups)")
+        return None
     if found is not None and (reason := _one_group(config, loaded)):
         log.info("windowed layers keep all tokens, because %s do not support groups of layers yet", reason)
         return None
