@@ -33,6 +33,9 @@ def choose_pages(config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dt
         if found is None:
             raise ModelError(f"{config.model} has recurrent layers beside layers with K and V of unequal shapes")
         return found
+    if found is not None and not config.layer_groups:
+        log.info("windowed layers keep all tokens (--no-layer-groups)")
+        return None
     if found is not None and (reason := _one_group(config, loaded)):
         log.info("windowed layers keep all tokens, because %s do not support groups of layers yet", reason)
         return None

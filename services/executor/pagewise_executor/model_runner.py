@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-_NO_SEGMENTS = "its windowed layers do not keep all tokens"
+_NO_SEGMENTS = "its windowed layers do not keep all tokens (with --no-layer-groups they do)"
 _NO_SEGMENTS_OF_STATES = "its recurrent layers keep states, which depend on all tokens before a segment"
 
 _Computed = tuple[torch.Tensor, LogprobsTensors | None, list[tuple[int, LogprobsTensors]]]

@@ -526,6 +526,13 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
             more="[operations.md](operations.md#prefill-and-decode-apart) says when that pays.",
         ),
     ] = "both"
+    layer_groups: Annotated[
+        bool,
+        _help(
+            "keep of layers with a window the tokens that they see; without it, they keep all tokens",
+            more="Segments need all tokens, and a prefix hit may then end anywhere.",
+        ),
+    ] = True
     lend_blocks: Annotated[bool, _help("let other executors fetch blocks from this one, and fetch from them")] = True
     drain_timeout: Annotated[
         Seconds, _help("seconds that moving requests and cached blocks to other executors may take after SIGTERM", "S")
@@ -651,7 +658,7 @@ _GROUPS = {
     "KV cache": (
         "block_size num_blocks gpu_memory_utilization kv_memory kv_dtype kv_layout kv_mapping host_memory "
         "host_memory_dir keep_host_memory disk_cache disk_memory store store_expire host_bandwidth "
-        "verify_copies role lend_blocks block_listen advertise storage_salted recovery eviction"
+        "verify_copies layer_groups role lend_blocks block_listen advertise storage_salted recovery eviction"
     ),
     "LoRA adapters": "enable_lora lora_modules max_loras max_lora_rank max_cpu_loras allow_runtime_lora_updating",
     "HTTP": (

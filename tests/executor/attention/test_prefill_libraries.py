@@ -87,7 +87,7 @@ def test_an_executor_samples_the_same_tokens_with_a_library(
         monkeypatch.setattr(prefill_choice, "choose_prefill_library", lambda *_: (chosen, False))
         config = ExecutorConfig(
             model=str(tmp_path), device="cpu", dtype="float32", kernels="triton", block_size=4, num_blocks=60,
-            profile=False,
+            profile=False, layer_groups=False,
         )  # fmt: skip
         prompts = [[3, *range(10, 26)], [4, 5], [3, *range(10, 24), 60]]
         requests = [request(prompt, 3, f"r{i}") for i, prompt in enumerate(prompts)]

@@ -455,7 +455,11 @@ class PrefillSet:
                 plan = self._recoveries.choose(prefix, share)
                 plan.method = "load"
         if plan.method == "load":
-            prefix = kv.loaded_to(prefix, plan.end)
+            loaded = kv.loaded_to(prefix, plan.end)
+            if kv.num_taken(loaded, sequence.num_tokens) <= kv.num_available:
+                prefix = loaded
+            else:  # other sequences use the windows that it would share, but not those that it would load
+                plan = RecoveryPlan("device", start=len(prefix.blocks))
         self._plan.copy(kv.take(table, prefix))
         kv.expect_snapshots(table, prefix, sequence.num_tokens)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
