@@ -25,6 +25,7 @@ from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraLayer, LoraTiles, add_lora
 from pagewise_kernels.matmul import linear
+from pagewise_kernels.mxfp4_experts import PackedWeights, sum_of_mxfp4_experts
 from pagewise_kernels.penalties import penalise
 from pagewise_kernels.quantised import quantise_rows, scaled_linear
 from pagewise_kernels.rms_norm import rms_norm, rounded_rms_norm
@@ -63,6 +64,7 @@ def _attention(
     block_size: int = 16,
     sinks: bool = False,
     attention_chunk: int | None = None,
+    ring: bool = False,
 ) -> None:
     layer = _layer(kv_dtype, kv_heads, head_dim, block_size)
     tables = _empty(8, 64, dtype=torch.int32)
@@ -75,14 +77,14 @@ def _attention(
             attention_chunk=attention_chunk,
         )  # fmt: skip
         plan.plan(_empty(8, dtype=torch.int32))
-        decode_attention(q[:8], layer, tables, plan, softcap=softcap, sinks=of_heads)
+        decode_attention(q[:8], layer, tables, plan, softcap=softcap, sinks=of_heads, ring=ring)
         return
     size = 2048 if kind == "prefill" else 12
     chunks = PrefillPlan(
         [Chunk(0, 0, size, 0)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv_dtype=kv_dtype, device=_META,
         window=window, deterministic=deterministic, attention_chunk=attention_chunk,
     )  # fmt: skip
-    prefill_attention(q, layer, tables, chunks, softcap=softcap, sinks=of_heads)
+    prefill_attention(q, layer, tables, chunks, softcap=softcap, sinks=of_heads, ring=ring)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -111,6 +113,7 @@ def _add_attention() -> None:
         gpt_oss = partial(_attention, torch.bfloat16, torch.bfloat16, 64, 8, 64, kind, sinks=True)
         CASES[f"{kind} d64 bf16 sinks"] = gpt_oss
         CASES[f"{kind} d64 bf16 sinks window"] = partial(gpt_oss, window=128)
+        CASES[f"{kind} d64 bf16 sinks window ring"] = partial(gpt_oss, window=128, ring=True)
 
 
 def _add_large_tiles() -> None:
@@ -215,6 +218,10 @@ def _add_others() -> None:
         CASES[f"experts bf16 tokens {tokens}"] = partial(_experts, torch.bfloat16, tokens)
     for dtype in (torch.float16, torch.float32):
         CASES[f"experts {_name(dtype)} tokens 4096"] = partial(_experts, dtype, 4096)
+    for tokens in (64, 256, 4096):
+        CASES[f"mxfp4 experts bf16 tokens {tokens}"] = partial(_mxfp4_experts, torch.bfloat16, tokens)
+    for dtype in (torch.float16, torch.float32):
+        CASES[f"mxfp4 experts {_name(dtype)} tokens 4096"] = partial(_mxfp4_experts, dtype, 4096)
     CASES["rms_norm bf16 rounded"] = _rounded_rms_norm
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["rope_write_kv bf16 kv fp8"] = partial(_rope_write_kv, torch.bfloat16, FP8)
@@ -298,6 +305,19 @@ def _experts(dtype: torch.dtype, tokens: int) -> None:
     sum_of_experts(_empty(tokens, 2048, dtype=dtype), gate_up, down, chosen, weights)
 
 
+def _mxfp4_experts(dtype: torch.dtype, tokens: int) -> None:
+    """A layer of gpt-oss-20b."""
+
+    def packed(outs: int, ins: int) -> PackedWeights:
+        turns = -(-ins // 128)
+        codes, scales = _empty(32, turns, outs, 32, dtype=torch.int16), _empty(32, turns, outs, dtype=torch.int32)
+        return PackedWeights(codes, scales, _empty(32, outs, dtype=dtype), ins)
+
+    x, weights = _empty(tokens, 2880, dtype=dtype), _empty(tokens, 4, dtype=dtype)
+    chosen = _empty(tokens, 4, dtype=torch.int32)
+    sum_of_mxfp4_experts(x, packed(5760, 2880), packed(2880, 2880), chosen, weights, limit=7.0, alpha=1.702)
+
+
 def _rounded_rms_norm() -> None:
     x = _empty(64, 4096, dtype=torch.bfloat16)
     rounded_rms_norm(x, _empty(4096, dtype=torch.bfloat16), 1e-6, residual=x)
@@ -325,8 +345,10 @@ def _lora(dtype: torch.dtype, rank: int, rows: int) -> None:
 def _decode_inputs() -> None:
     ints, longs = _empty(8, dtype=torch.int32), _empty(8, dtype=torch.int64)
     tables = _empty(8, 64, dtype=torch.int32)
-    for known in (None, ints):
-        decode_inputs(ints, ints, tables, longs, block_size=16, ids=longs, positions=longs, slots=longs, known=known)
+    for known, ring in ((None, False), (ints, False), (ints, True)):
+        decode_inputs(
+            ints, ints, tables, longs, block_size=16, ids=longs, positions=longs, slots=longs, known=known, ring=ring
+        )
 
 
 def _blocks() -> None:

@@ -146,6 +146,35 @@ def expert_gate_up_kernel(
 
 
 @triton.jit
+def store_sums(
+    acc, pairs, there, columns, column_there, weights, parts, counters, out, size_out, TOP_K: tl.constexpr
+):  # fmt: skip
+    """Store the outputs ``acc`` [columns, pairs] of experts times their weights, and the sums of complete tokens.
+
+    ``parts`` [pairs, size_out]. ``counters`` int32 [tokens, tiles of columns], 0 before: how many parts there are. The
+    program that brings a token its last one adds up all of them, in the order in which the token chose its experts.
+    """
+    kind = out.dtype.element_ty
+    acc = acc.to(kind).to(tl.float32) * tl.load(weights + pairs, mask=there, other=0.0).to(tl.float32)[None, :]
+    to = parts + pairs.to(tl.int64)[None, :] * size_out + columns[:, None]
+    tl.store(to, acc.to(kind), mask=there[None, :] & column_there)
+    # ``attention/merging.py`` says why the last program reads nothing stale.
+    tl.debug_barrier()
+    tokens = pairs // TOP_K
+    counter = counters + tokens.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    last = there & (tl.atomic_add(counter, 1, mask=there, sem="acq_rel", scope="gpu") == TOP_K - 1)
+    if tl.max(last.to(tl.int32), 0) > 0:
+        total = tl.zeros(acc.shape, tl.float32)
+        finished = last[None, :] & column_there
+        for slot in range(TOP_K):
+            rows = parts + (tokens * TOP_K + slot).to(tl.int64)[None, :] * size_out
+            part = tl.load(rows + columns[:, None], mask=finished, other=0.0, cache_modifier=".cg")
+            total += part.to(tl.float32)
+        to = out + tokens.to(tl.int64)[None, :] * size_out + columns[:, None]
+        tl.store(to, total.to(kind), mask=finished)
+
+
+@triton.jit
 def expert_down_kernel(
     activated, down, weights, tiles, order, parts, counters, out,
     stride_expert,
@@ -153,11 +182,7 @@ def expert_down_kernel(
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, WHOLE: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs: tile of columns; tile of pairs. Each pair's part of its token's result, and the sums of all parts.
-
-    ``parts`` [pairs, size_out]. ``counters`` int32 [tokens, tiles of columns], 0 before: how many parts there are. The
-    program that brings a token its last one adds up all of them, in the order in which the token chose its experts.
-    """
+    """Programs: tile of columns; tile of pairs. Each pair's part of its token's result, and the sums of all parts."""
     entry = tiles + 3 * tl.program_id(1)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     read, column_there = tl.minimum(columns, size_out - 1), (columns < size_out)[:, None]
@@ -170,24 +195,7 @@ def expert_down_kernel(
         x_rows = activated + tl.where(there, at, 0).to(tl.int64) * size_in
         weight_rows = down + expert.to(tl.int64) * stride_expert + read * size_in
         acc = _product(weight_rows, x_rows, size_in, INNER, WHOLE, COMPUTE, PRECISION)
-        kind = out.dtype.element_ty
-        acc = acc.to(kind).to(tl.float32) * tl.load(weights + pairs, mask=there, other=0.0).to(tl.float32)[None, :]
-        to = parts + pairs.to(tl.int64)[None, :] * size_out + columns[:, None]
-        tl.store(to, acc.to(kind), mask=there[None, :] & column_there)
-        # ``attention/merging.py`` says why the last program reads nothing stale.
-        tl.debug_barrier()
-        tokens = pairs // TOP_K
-        counter = counters + tokens.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-        last = there & (tl.atomic_add(counter, 1, mask=there, sem="acq_rel", scope="gpu") == TOP_K - 1)
-        if tl.max(last.to(tl.int32), 0) > 0:
-            total = tl.zeros([COLUMNS, ROWS], tl.float32)
-            finished = last[None, :] & column_there
-            for slot in range(TOP_K):
-                rows = parts + (tokens * TOP_K + slot).to(tl.int64)[None, :] * size_out
-                part = tl.load(rows + columns[:, None], mask=finished, other=0.0, cache_modifier=".cg")
-                total += part.to(tl.float32)
-            to = out + tokens.to(tl.int64)[None, :] * size_out + columns[:, None]
-            tl.store(to, total.to(kind), mask=finished)
+        store_sums(acc, pairs, there, columns, column_there, weights, parts, counters, out, size_out, TOP_K)
 
 
 def choose_experts(
@@ -254,19 +262,11 @@ def sum_of_experts(
     check_device(x, gate_up, down, chosen, weights)
     top_k, pairs, device = chosen.shape[1], chosen.numel(), x.device
     tile = _tile(pairs, experts, x)
-    num_tiles = (pairs + min(pairs, experts) * (tile.rows - 1)) // tile.rows
     columns = triton.cdiv(hidden, tile.weights)
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=device)
-    counters = torch.empty(tokens, columns, dtype=torch.int32, device=device)
+    order, tiles, counters = sorted_pairs(chosen, experts, tile.rows, columns)
     activated = torch.empty(pairs, inner, dtype=x.dtype, device=device)
     parts = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
-    launch(
-        sort_by_expert_kernel, (experts,), chosen, order, tiles, counters, pairs, num_tiles, counters.numel(),
-        EXPERTS=experts, PADDED=power_of_two(experts + 1), ROWS=tile.rows,
-        AT_ONCE=_FEW_IDS if pairs <= _FEW_IDS else _MANY_IDS, num_warps=4,
-    )  # fmt: skip
     step = tile.inner // x.dtype.itemsize
     options = {
         "TOP_K": top_k,
@@ -277,16 +277,36 @@ def sum_of_experts(
         "num_stages": tile.stages,
     }
     launch(
-        expert_gate_up_kernel, (triton.cdiv(inner, tile.weights // 2), num_tiles),
+        expert_gate_up_kernel, (triton.cdiv(inner, tile.weights // 2), len(tiles)),
         x, gate_up, tiles, order, activated, x.stride(0), gate_up.stride(0),
         hidden, inner, COLUMNS=tile.weights // 2, WHOLE=hidden % step == 0, **options,
     )  # fmt: skip
     launch(
-        expert_down_kernel, (columns, num_tiles),
+        expert_down_kernel, (columns, len(tiles)),
         activated, down, weights, tiles, order, parts, counters, out, down.stride(0), inner, hidden,
         COLUMNS=tile.weights, WHOLE=inner % step == 0, **options,
     )  # fmt: skip
     return out
+
+
+def sorted_pairs(
+    chosen: torch.Tensor, experts: int, rows: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return order and tiles of ``rows`` pairs each, as ``sort_by_expert_kernel`` makes them, and counters of parts.
+
+    ``chosen`` int32 [tokens, k], contiguous. ``columns``: tiles of columns.
+    """
+    pairs = chosen.numel()
+    num_tiles = (pairs + min(pairs, experts) * (rows - 1)) // rows
+    order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+    tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=chosen.device)
+    counters = torch.empty(len(chosen), columns, dtype=torch.int32, device=chosen.device)
+    launch(
+        sort_by_expert_kernel, (experts,), chosen, order, tiles, counters, pairs, num_tiles, counters.numel(),
+        EXPERTS=experts, PADDED=power_of_two(experts + 1), ROWS=rows,
+        AT_ONCE=_FEW_IDS if pairs <= _FEW_IDS else _MANY_IDS, num_warps=4,
+    )  # fmt: skip
+    return order, tiles, counters
 
 
 def _tile(pairs: int, experts: int, x: torch.Tensor) -> _Tile:

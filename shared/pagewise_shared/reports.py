@@ -44,6 +44,15 @@ class LostPrefix(Struct):
     price: float | None
 
 
+class NoWindow(Struct):
+    """``tokens`` of the prompt from ``position`` on were cached, the last of them by ``cached_by``, and not used: no
+    sequence can begin behind them, because the KV of layers that see a window is cached nowhere there."""
+
+    position: int
+    tokens: int
+    cached_by: RequestName | None
+
+
 class LeftPrefix(Struct):
     """Where the prompt leaves the cached prefix of ``cached_by``: ``position`` is the first token that differs.
 
@@ -220,7 +229,7 @@ class RequestReport(RequestLine, kw_only=True, omit_defaults=True):
         truncated: sequences, blocks or events were left out.
         waits: seconds by cause before it ran. ahead: whose prompts were being computed when it came.
         computes_prefix: the request that computed the prefix for which it waited.
-        lost, left, other_cache, not_asked: why a part of its prompt was not cached.
+        no_window, lost, left, other_cache, not_asked: why a part of its prompt was not cached.
         resumed: when it came from another scheduler.
     """
 
@@ -240,6 +249,7 @@ class RequestReport(RequestLine, kw_only=True, omit_defaults=True):
     computes_prefix: RequestName | None = None
     prefill: Phase | None = None
     decode: Phase | None = None
+    no_window: NoWindow | None = None
     lost: list[LostPrefix] = []
     left: LeftPrefix | None = None
     other_cache: OtherCache | None = None
@@ -294,12 +304,17 @@ class BlockCounts(Struct):
 
 
 class TierReport(Struct):
-    """Blocks of a tier below the device. ``storing``, ``loading``: blocks that are copied to and from it now."""
+    """Blocks of a tier below the device. ``storing``, ``loading``: blocks that are copied to and from it now.
+
+    If the model has several groups of layers, ``num_blocks`` and ``used`` count pages of host memory, and ``windows``
+    has its groups of windowed layers.
+    """
 
     num_blocks: int
     used: int
     storing: int
     loading: int
+    windows: list[WindowReport] = []
 
 
 class LinkReport(Struct):

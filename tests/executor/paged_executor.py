@@ -1,13 +1,19 @@
-"""An executor made of a ``GroupedBatch`` and dicts: it keeps what is in every slot of every page, and checks reads."""
+"""An executor made of a ``GroupedBatch`` and dicts: it keeps what is in every slot of every page, and checks reads.
+
+Windows are read through tables as they are on a device: rings that are as short as they can be.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from pagewise_executor.attention.device_tables import GroupTables, TableShape
 from pagewise_executor.grouped_batch import GroupedBatch, SlotBatch
 from pagewise_executor.input_batch import StepWork, accept, kept_tokens
 from pagewise_executor.page_labels import PageLabels
 from pagewise_executor.page_map import NULL_PAGE
 from pagewise_executor.tiers.block_names import chain
+from pagewise_kernels.shapes import power_of_two
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.protocol import DEVICE, LayerGroup, StepPlan, StepResult, pack_int32s
 
@@ -20,8 +26,11 @@ class PagedExecutor:
     ``roots``: of the block hashes of sequences.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], num_pages: int, block_size: int, max_model_len: int) -> None:
+    def __init__(
+        self, groups: Sequence[LayerGroup], num_pages: int, block_size: int, max_model_len: int, most_tokens: int
+    ) -> None:
         self.groups, self.num_pages, self.block_size, self.longest = groups, num_pages, block_size, max_model_len
+        self.most_tokens = most_tokens
         self.reset(1)
 
     def reset(self, epoch: int) -> None:
@@ -34,11 +43,17 @@ class PagedExecutor:
         self.roots: set[BlockHash] = set()
         self.content: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.tables = [view.block_tables.copy() for view in self.batch.slots]  # as an attention backend copies them
+        self.rings = []
+        for number, group in enumerate(self.groups[1:], 1):
+            width = power_of_two(-(-(group.window - 1 + self.most_tokens) // self.block_size) + 1)
+            ring = GroupTables(TableShape(group.pages_per_block, width, ring=True), 8, torch.device("cpu"))
+            ring.reset(self.batch.tables[number], self.batch.ends[number])
+            self.rings.append(ring)
 
     def execute(self, plan: StepPlan) -> StepResult:
         batch = self.batch
         work = batch.apply(plan)
-        self._follow_changes()
+        self._follow_changes(work)
         self.labels.forget(batch.overwritten(work))
         self.roots |= {BlockHash(new.root) for new in plan.joined}
         for job in work.copies:
@@ -87,9 +102,15 @@ class PagedExecutor:
             tokens[draft.row] += draft.tokens.tolist()
         return tokens
 
-    def _follow_changes(self) -> None:
+    def _follow_changes(self, work: StepWork) -> None:
         """The stretches that are said to have changed are all that have, and entries behind the ends are null."""
         batch = self.batch
+        for number, ring in enumerate(self.rings, 1):
+            ring.note(batch.changed[number], batch.spans[number])
+            if work.num_tokens:
+                where, pages = ring.take()
+                assert len(set(where.tolist())) == len(where), "an entry is written twice, in any order"
+                ring.change(torch.from_numpy(where), torch.from_numpy(pages))
         for table, view in zip(self.tables, batch.slots, strict=True):
             for row, start, stop in batch.changed[view.group]:
                 table[row, start:stop] = view.block_tables[row, start:stop]
@@ -116,7 +137,13 @@ class PagedExecutor:
             first = position // group.window * group.window
         for seen in range(first, position + 1):
             page = int(view.block_tables[row, seen // self.block_size])
+            if group.window:
+                tables = self.rings[view.group - 1].on_device[number - self._first_slot(view.group)]
+                assert page == int(tables[row, seen // self.block_size % tables.shape[1]])
             found = self.content[page, seen % self.block_size]
             assert found == (number, tuple(tokens[: seen + 1])), "this page holds something else"
         if group.window and position == self.batch.num_computed[row]:
             assert (view.block_tables[row, : first // self.block_size] == NULL_PAGE).all(), "nothing lies behind it"
+
+    def _first_slot(self, group: int) -> int:
+        return sum(one.pages_per_block for one in self.groups[:group])

@@ -1,11 +1,14 @@
 """An executor with recurrent layers whose plans a test makes, with tables of attention and blocks of states."""
 
 import queue
+import random
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 import numpy as np
+import torch
+import transformers
 from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.tiers.block_names import chain
@@ -23,7 +26,9 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import SamplingParams
 
+from tests.executor.references import reference
 from tests.executor.runners import BLOCK_SIZE, build_runner
+from tests.model_builders import VOCAB_SIZE
 
 GREEDY = SamplingParams(temperature=0.0)
 STATES = 1
@@ -170,3 +175,20 @@ class PlayedStates:
         pages = batch._maps[DEVICE].pages(group, np.array([block], np.int32))[0]
         assert pages.all()
         return self.runner._pool.gather(pages).copy()  # type: ignore[no-any-return]
+
+
+class Family:
+    """A model of a family, and what transformers generates with it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self._random = random.Random(3)
+
+    def prompt(self, length: int) -> list[int]:
+        """Random tokens."""
+        return [self._random.randrange(3, VOCAB_SIZE) for _ in range(length)]
+
+    def generated(self, prompt: list[int], length: int) -> list[int]:
+        """What comes behind a prompt, greedily."""
+        return reference(self._model, [prompt], [length], "cpu")[0]

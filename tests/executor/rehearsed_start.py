@@ -1,10 +1,11 @@
 """Starts an executor on a fake of CUDA's driver after its kernels were compiled ahead. A process of its own runs it:
 
-    python -m tests.executor.rehearsed_start FOLDER OPTIONS
+    python -m tests.executor.rehearsed_start FOLDER OPTIONS [--not-ahead]
 
-They were compiled into a folder that is linked into Triton's cache, as in an image. It prints which kernels the start
-found, which ones it had to compile, and how many launchers it built. FOLDER: of the model. OPTIONS: of the executor, in
-JSON. Kernels compute nothing here, so results are not compared.
+They were compiled into a folder that is linked into Triton's cache, as in an image; with ``--not-ahead`` they were not.
+It prints which kernels the start found, which ones it had to compile, how many launchers it built, and how many
+launches were Triton's. FOLDER: of the model. OPTIONS: of the executor, in JSON. Kernels compute nothing here, so
+results are not compared.
 """
 
 import json
@@ -31,12 +32,13 @@ from pagewise_executor.models.few_rows import choose_few_rows
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.operations import TritonOperations
 from pagewise_executor.warm_up import warm_up, warm_up_copies
+from pagewise_kernels.launch import num_unfrozen_launches
 from pagewise_shared.config import ExecutorConfig
 
 from benchmarks.launch.fake_driver import fake_driver, missing
 
 
-def check_kernels(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
+def check_kernels(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, pages: None) -> None:
     """Take the place of the executor's, and compare no results."""
     use = use_of(config, loaded, kv_dtype)
     with torch.inference_mode():
@@ -86,8 +88,9 @@ def main() -> None:
         shipped, cache, done = (Path(folder) / name for name in ("shipped", "cache", "done"))
         os.environ["TRITON_CACHE_DIR"] = str(shipped)
         compilation._MOST_SECONDS = 600  # of a machine with other work
-        Compilation(Ahead(config=ExecutorConfig(model=sys.argv[1], **options), capability=90), done).wait()
-        assert done.exists()
+        if "--not-ahead" not in sys.argv:
+            Compilation(Ahead(config=ExecutorConfig(model=sys.argv[1], **options), capability=90), done).wait()
+            assert done.exists()
         os.environ["TRITON_CACHE_DIR"], compilation.SHIPPED = str(cache), shipped
         link_shipped()
         launchers = len(list(cache.glob("*/*launcher*")))
@@ -98,7 +101,8 @@ def main() -> None:
             )
         )
         launchers -= len(list(cache.glob("*/*launcher*")))
-    print(json.dumps({"found": found[True], "compiled": found[False], "launchers": -launchers}))
+    unfrozen = num_unfrozen_launches()
+    print(json.dumps({"found": found[True], "compiled": found[False], "launchers": -launchers, "unfrozen": unfrozen}))
 
 
 if __name__ == "__main__":

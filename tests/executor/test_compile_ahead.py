@@ -26,11 +26,12 @@ from tests.model_builders import build_model
 CUDA = torch.device("cuda", 0)
 
 
-def started(family: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+def started(family: str, folder: Path, options: dict[str, Any], *, ahead: bool = True, **shape: int) -> dict[str, Any]:
     """What a start found in the cache, and what it had to compile."""
-    build_model(family, folder)
+    build_model(family, folder, **shape)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.executor.rehearsed_start", str(folder), json.dumps(options)]
+    command += [] if ahead else ["--not-ahead"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.stdout.startswith("skipped") or "no C compiler" in done.stderr:
         pytest.skip(done.stdout + done.stderr)
@@ -57,6 +58,19 @@ def test_a_start_compiles_nothing_that_was_compiled_ahead(family: str, options: 
     kernels = Counter(found["found"])
     assert {"decode_attention_kernel", "attention_kernel", "rope_write_kv_kernel", "sample_kernel"} <= kernels.keys()
     assert kernels["plan_decode_kernel"] >= 5, "one for each power of two of the batch"
+
+
+@pytest.mark.long
+@pytest.mark.interpreted
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_all_kernels_of_groups_of_layers_compile_for_a_gpu(family: str, tmp_path: Path) -> None:
+    """Tables of windows are rings here."""
+    found = started(family, tmp_path, {}, ahead=False, max_position_embeddings=8192)
+    kernels = Counter(found["compiled"])
+    assert kernels["decode_attention_kernel"] >= 2, "with and without rings"
+    assert {"attention_kernel", "decode_inputs_kernel", "write_kv_kernel", "sample_kernel"} <= kernels.keys()
+    assert not found["unfrozen"]
 
 
 @pytest.fixture

@@ -33,6 +33,19 @@ def test_greedy_tokens_from_latents_equal_generate(family: str, block_size: int,
     check_family(family, tmp_path, "cpu", block_size, kernels=kernels)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    ("family", "block_size"), [("ministral", 5), ("minimax_m2", 16), ("glm4_moe", 1), ("gemma4_moe", 16)]
+)
+def test_greedy_tokens_of_further_families_equal_generate(
+    family: str, block_size: int, kernels: str, tmp_path: Path
+) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    check_family(family, tmp_path, "cpu", block_size, kernels=kernels)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3"])
 def test_greedy_tokens_in_eight_bits_equal_those_of_generate_with_the_same_linear_layers(
     family: str, tmp_path: Path

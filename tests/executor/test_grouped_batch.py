@@ -88,7 +88,7 @@ def _check_pages(rng: random.Random, drafts: bool) -> None:
         features=FeatureOptions(speculative=speculative if drafts else None),
     )  # fmt: skip
     groups = [LayerGroup(1, pages), *(LayerGroup(1, one.pages_per_block, one.window, one.chunked) for one in windows)]
-    executor = PagedExecutor(groups, shape.num_pages, size, LONGEST)
+    executor = PagedExecutor(groups, shape.num_pages, size, LONGEST, budget)
     requests, in_flight = drive_at_random(rng, scheduler, executor, lambda plan: execute(executor, plan), LONGEST)
     run_to_end(scheduler, executor, in_flight)
     check_tokens(requests)
@@ -110,7 +110,7 @@ def check_inventory(scheduler: Scheduler, executor: PagedExecutor) -> None:
             path = [hash_of(one) for one in ancestors(snapshot.node)][::-1]
             assert set(path[snapshot.first :]) <= set(ids[group.number])
             assert {hash_of(one) for one in ancestors(node)} <= set(ids[0])
-    fresh = PagedExecutor(executor.groups, executor.num_pages, executor.block_size, LONGEST).batch
+    fresh = PagedExecutor(executor.groups, executor.num_pages, executor.block_size, LONGEST, executor.most_tokens).batch
     fresh.restore(kept)
     for number, (named, group) in enumerate(zip(ids, executor.groups, strict=True)):
         if named:

@@ -16,6 +16,8 @@ from typing import Any
 import pagewise_kernels
 import pytest
 import torch
+from pagewise_executor.device_defaults import with_step_limits
+from pagewise_executor.group_choice import choose_pages
 from pagewise_executor.kernel_checks import kernels, run
 from pagewise_executor.kernel_checks.kernels import KERNELS, kernels_of
 from pagewise_executor.kernel_checks.run import check_all, kernel_error
@@ -72,7 +74,19 @@ def test_an_executor_checks_what_its_model_uses(family: str, tmp_path: Path, dev
         family in ("llama", "qwen3"),
     )
     assert len(use.attention) == (2 if family in ("gemma2", "gpt_oss") else 1), "layers with a window, and without"
+    assert not use.rings
     check_kernels(config, loaded, loaded.dtype)  # type: ignore[arg-type]
+
+
+def test_windows_are_read_through_the_tables_that_they_have(tmp_path: Path, device: torch.device) -> None:
+    build_model("gemma2", tmp_path, max_position_embeddings=4096)
+    options = {"device": device.type, "dtype": "float32", "kernels": "triton", "max_num_batched_tokens": 64}
+    config = with_step_limits(ExecutorConfig(model=str(tmp_path), cuda_graphs=True, **options), None)  # type: ignore[arg-type]
+    loaded = load_model(config)
+    pages = choose_pages(config, loaded, loaded.dtype)
+    use = use_of(config, loaded, loaded.dtype, pages)
+    assert use.rings
+    assert [kernel_error(name, use) for name in ("decode attention", "prefill attention")] == ["", ""]
 
 
 def test_layers_in_eight_bits_are_checked_as_they_are(tmp_path: Path, device: torch.device) -> None:
@@ -194,4 +208,4 @@ def test_doctor_says_which_kernels_fail(breaking: Callable[[str], dict[str, str]
         "0: block copies: AttributeError: module 'pagewise_kernels' has no attribute 'no_such_function'",
         "0: sampling: it ended the process by SIGSEGV",
     ]
-    assert "0: 11 compute what PyTorch does" in done.stdout
+    assert "0: 12 compute what PyTorch does" in done.stdout

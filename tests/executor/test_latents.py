@@ -20,10 +20,13 @@ from tests.executor.runners import build_runner, peers_at
 from tests.model_builders import VOCAB_SIZE, build_model, spoil_weights
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module",
+    params=["deepseek_v3", *(pytest.param(one, marks=pytest.mark.long) for one in ("mistral4", "glm4_moe_lite"))],
+)
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("latents")
-    build_model("deepseek_v3", path, seed=5)
+    build_model(request.param, path, seed=5)
     return path
 
 

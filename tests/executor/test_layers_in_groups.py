@@ -2,24 +2,26 @@
 
 import logging
 import random
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from pagewise_executor.grouped_batch import GroupedBatch
+from pagewise_executor.group_choice import choose_pages
 from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.loader import load_model
 from pagewise_executor.page_map import NULL_PAGE
 from pagewise_executor.runner import Runner
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import ExecutorConfig, SpeculativeConfig
-from pagewise_shared.protocol import LayerGroup, StepPlan, unpack_int32s
+from pagewise_shared.protocol import LayerGroup
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_family, check_mixture, check_recovery
+from tests.executor.poisoned_runner import PoisonedRunner
 from tests.executor.ranks.groups import ThreadGroup, config_of
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
@@ -116,8 +118,9 @@ def test_triton_kernels_read_pages(gemma3: Path, device: torch.device) -> None:
     prompts = [[3, *range(10, 26)], [4, *range(40, 45)], [3, *range(10, 18)]]
     expected = reference(model, prompts, [5] * 3, device.type)
     runner = build_runner(
-        gemma3, device.type, kernels="triton", host_memory=None, cuda_graphs=False, block_size=4, max_num_seqs=32
-    )
+        gemma3, device.type, kernels="triton", host_memory=None, block_size=4, max_num_seqs=32,
+        max_num_batched_tokens=32,
+    )  # fmt: skip
     assert runner.info.groups
     requests = [request(prompt, 5, f"r{number}") for number, prompt in enumerate(prompts)]
     run_requests(runner, requests, num_blocks=14, max_num_seqs=3, max_num_batched_tokens=11, arrive_every=2)
@@ -145,46 +148,16 @@ def test_features_that_need_one_group_get_it(
     runner.close()
 
 
+def test_libraries_for_attention_need_one_group(gemma3: Path) -> None:
+    loaded = replace(load_model(ExecutorConfig(model=str(gemma3), device="cpu", kernels="torch")), kernels="triton")
+    found = [
+        choose_pages(ExecutorConfig(model=str(gemma3), attention=name), loaded, torch.float32)
+        for name in ("auto", "triton", "fa3")
+    ]
+    assert [pages is not None for pages in found] == [True, True, False]
+
+
 # ---- poisoned pools -------------------------------------------------------------------------------------------
-
-
-class PoisonedRunner(ModelRunner):
-    """A runner whose free blocks hold NaN: before each step, those of the scheduler that no table of the plan has."""
-
-    scheduler: Scheduler
-    poisoned: set[int]
-    most_poisoned = 0
-
-    def execute(self, plan: StepPlan):  # type: ignore[no-untyped-def]
-        batch = self._batch
-        assert isinstance(batch, GroupedBatch)
-        kv, named = self.scheduler.kv, set(_named(plan))
-        unmapped = unpack_int32s(plan.unmapped).tolist()
-        named |= set(zip(unmapped[1::3], unmapped[2::3], strict=True))
-        free = {(0, block) for block in kv.pool._free}
-        free |= {(group.number, block) for group in kv.windows for block in group._free}
-        pages: set[int] = set()
-        for group, block in free - named:
-            pages |= set(batch._on_device._pages[group][block].tolist())
-        pages.discard(NULL_PAGE)
-        memory = self._pool.regions[0][0].view(torch.float32)
-        memory[sorted(self.poisoned - pages)] = 0.0
-        memory[sorted(pages - self.poisoned)] = torch.nan
-        self.poisoned = pages
-        self.most_poisoned = max(self.most_poisoned, len(pages))
-        return super().execute(plan)
-
-
-def _named(plan: StepPlan) -> Iterator[tuple[int, int]]:
-    """The groups and blocks that a plan names."""
-    for new in plan.joined:
-        for group, blocks in enumerate((new.blocks, *(blocks for _, blocks in new.windows))):
-            yield from ((group, block) for block in unpack_int32s(blocks))
-    yield from ((0, block) for block in unpack_int32s(plan.tables)[2::3])
-    added = unpack_int32s(plan.windows)
-    yield from zip(added[1::3], added[2::3], strict=True)
-    for copies in plan.copies:
-        yield from ((copies.group, block) for block in unpack_int32s(copies.pairs))
 
 
 @pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.long), "cpu"])
@@ -201,14 +174,7 @@ def test_freed_pages_are_never_read(model_path: Path, kernels: str, monkeypatch:
             profile=False,
         )  # type: ignore[arg-type]
     )  # fmt: skip
-    runner.poisoned = set()
-    made = Scheduler.__init__
-
-    def remember(self: Scheduler, **options: object) -> None:
-        made(self, **options)  # type: ignore[arg-type]
-        runner.scheduler = self
-
-    monkeypatch.setattr(Scheduler, "__init__", remember)
+    runner.attend_to(monkeypatch)
     rng = random.Random(4)
     base = [rng.randrange(3, VOCAB_SIZE) for _ in range(70)]
     prompts = [base[: rng.randrange(1, 70)] + [3 + number] * rng.randrange(3) for number in range(6)]

@@ -1,37 +1,19 @@
 """Models with recurrent layers, whose states are kept in pages: the tokens of transformers, whatever the steps."""
 
-import random
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
+from pagewise_executor.adapters.layers import AdapterContext, adapt_linears, shapes_of
 
-from tests.executor.played_states import PlayedStates
-from tests.executor.references import reference
-from tests.model_builders import RECURRENT, VOCAB_SIZE, build_model
+from tests.executor.played_states import Family, PlayedStates
+from tests.model_builders import RECURRENT, build_model
 
 
 @pytest.fixture(scope="module", params=RECURRENT)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> "Family":
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     path = tmp_path_factory.mktemp(request.param)
     build_model(request.param, path, seed=7)
     return Family(path)
-
-
-class Family:
-    """A model, and what transformers generates with it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self._random = random.Random(3)
-
-    def prompt(self, length: int) -> list[int]:
-        return [self._random.randrange(3, VOCAB_SIZE) for _ in range(length)]
-
-    def generated(self, prompt: list[int], length: int) -> list[int]:
-        return reference(self._model, [prompt], [length], "cpu")[0]
 
 
 def test_chunks_of_all_sizes_among_decodes(family: Family) -> None:
@@ -88,3 +70,10 @@ def test_rows_go_on_from_snapshots(family: Family) -> None:
             assert fork.sampled == family.generated(fork.tokens, len(fork.sampled)), at
     assert base.sampled == family.generated(base.tokens, len(base.sampled))
     played.runner.close()
+
+
+def test_adapters_leave_recurrent_modules_alone(tmp_path: Path) -> None:
+    model = build_model("lfm2", tmp_path)
+    found = shapes_of(adapt_linears(model, AdapterContext(), ["model.layers.0.conv", "model.layers.2.conv"]))
+    assert "model.layers.0.feed_forward.w1" in found
+    assert not [name for name in found if ".conv." in name]

@@ -10,8 +10,7 @@ from pagewise_scheduler.server.executor_checks import checked_inventory
 from pagewise_shared.block_hash import pack_names
 from pagewise_shared.protocol import DEVICE, DISK, HOST, BlockCopies, Welcome, pack_int32s
 
-from tests.executor.played_states import STATES, PlayedStates, Row
-from tests.executor.test_recurrent import Family
+from tests.executor.played_states import STATES, Family, PlayedStates, Row
 from tests.model_builders import build_model
 
 AT = 16

@@ -14,18 +14,29 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.server.executor_checks import checked_inventory
-from pagewise_shared.protocol import DISK, Found, LookUp, Welcome
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import Found, LookUp, Welcome
 
+from benchmarks.processes import free_port
+from tests.cpu_kernels import auto_kernels
 from tests.executor.driver import arena_of, drive, request, run_requests
 from tests.executor.parity import check_mixture, check_recovery
+from tests.executor.poisoned_runner import PoisonedRunner
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, peers_at
 from tests.model_builders import VOCAB_SIZE, build_model
+from tests.redis_servers import REAL, start_fake, start_real
 
 LENGTHS = (100, 41, 64)
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gpt_oss", "gemma4", "llama4"])
+FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3", "ministral")
+LONG = FAMILIES[4:]
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(one, marks=[pytest.mark.long] * (one in LONG)) for one in FAMILIES]
+)
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     build_model(request.param, path, seed=7)
@@ -67,8 +78,16 @@ def test_conversations_return_from_the_host(model_path: Path, mode: RecoveryMode
     runner.close()
 
 
-def test_everything_mixed_at_random(gemma3: Path) -> None:
-    check_mixture(gemma3, 5, block_size=3, host_memory="2MiB")
+@pytest.mark.parametrize(
+    ("family", "seed"),
+    [
+        ("gemma3", 5),
+        *(pytest.param(family, seed, marks=pytest.mark.long) for seed, family in enumerate(FAMILIES, 1)),
+    ],
+)
+def test_everything_mixed_at_random(family: str, seed: int, tmp_path: Path) -> None:
+    build_model(family, tmp_path / "model", seed=7)
+    check_mixture(tmp_path / "model", seed, block_size=3, host_memory="300KiB", disk_cache=str(tmp_path / "disk"))
 
 
 @pytest.mark.parametrize("peer_blocks", [400, 22])
@@ -90,22 +109,22 @@ def test_windows_come_from_another_executor(gemma3: Path, peer_blocks: int) -> N
 
 
 def look_up(runner: ModelRunner, scheduler: Scheduler, asked: Request) -> None:
-    """Ask the disk how much it has of a request, as the server does."""
+    """Ask the tier that finds blocks by their names how much it has of a request, as the server does."""
+    (tier,) = scheduler.kv.hashed
     told: queue.SimpleQueue[object] = queue.SimpleQueue()
     runner.report_to(told.put)  # type: ignore[arg-type]
     root = scheduler.kv.pool.tree.root_hash(asked.params.cache_salt)
-    runner.handle(LookUp(1, 7, DISK, root, asked.prompt_token_ids.tobytes()))
+    runner.handle(LookUp(1, 7, tier, root, asked.prompt_token_ids.tobytes()))
     answer = told.get(timeout=20)
     assert isinstance(answer, Found)
-    asked.stored[scheduler.kv.hashed[DISK].identity] = answer.num_blocks
+    asked.stored[scheduler.kv.hashed[tier].identity] = answer.num_blocks
 
 
-@pytest.mark.parametrize("host_memory", [None, "300KiB"])
-def test_windows_come_from_the_disk(gemma3: Path, tmp_path: Path, host_memory: str | None) -> None:
-    """Another executor with the same folder finds where it can begin."""
-    conversations = Conversations(gemma3)
+def check_stored(path: Path, **options: object) -> None:
+    """What one executor has stored, another one with the same store begins with."""
+    conversations = Conversations(path)
     first, again = conversations.turn(0), conversations.turn(1)
-    runners = [build_runner(gemma3, host_memory=host_memory, disk_cache=str(tmp_path)) for _ in range(2)]
+    runners = [build_runner(path, **options) for _ in range(2)]
     run_requests(runners[0], first, num_blocks=22, recovery="swap")
     scheduler, _ = run_requests(runners[1], [], recovery="swap")
     for one in again:
@@ -116,6 +135,40 @@ def test_windows_come_from_the_disk(gemma3: Path, tmp_path: Path, host_memory: s
     assert scheduler.kv.pool.counters.recalled > 10
     for runner in runners:
         runner.close()
+
+
+@pytest.mark.parametrize("host_memory", [None, "300KiB"])
+def test_windows_come_from_the_disk(gemma3: Path, tmp_path: Path, host_memory: str | None) -> None:
+    """Another executor with the same folder finds where it can begin."""
+    check_stored(gemma3, host_memory=host_memory, disk_cache=str(tmp_path))
+
+
+@pytest.mark.parametrize("host_memory", [pytest.param(None, marks=pytest.mark.long), "300KiB"])
+def test_windows_come_from_redis(gemma3: Path, tmp_path: Path, host_memory: str | None) -> None:
+    port = free_port()
+    stop = (start_real if REAL is not None else start_fake)(tmp_path, port)
+    check_stored(gemma3, host_memory=host_memory, store=f"redis://127.0.0.1:{port}/0")
+    stop()
+
+
+def test_pages_that_hold_nothing_are_never_read_beside_copies(gemma3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = PoisonedRunner(
+        ExecutorConfig(
+            model=str(gemma3), device="cpu", dtype="float32", block_size=4, num_blocks=200, host_memory="600KiB",
+            kernels=auto_kernels(), profile=False, verify_copies=True,
+        )  # type: ignore[arg-type]
+    )  # fmt: skip
+    runner.attend_to(monkeypatch)
+    conversations = Conversations(gemma3)
+    first, again = conversations.turn(0), conversations.turn(1)
+    scheduler, _ = run_requests(runner, first, num_blocks=30, max_num_batched_tokens=13, recovery="swap")
+    drive(runner, scheduler, [request([3 + i] * 90, 8, f"between {i}") for i in range(3)])
+    drive(runner, scheduler, again)
+    conversations.check([first, again])
+    assert scheduler.kv.pool.counters.loaded > 3
+    assert scheduler.kv.pool.counters.corrupt == 0
+    assert runner.most_poisoned > 5
+    runner.close()
 
 
 def test_a_new_scheduler_begins_where_the_last_one_ended(gemma3: Path) -> None:

@@ -32,6 +32,7 @@ class Case:
     heads_first: bool = False
     has_sinks: bool = False
     attention_chunk: int | None = None
+    ring: bool = False
 
     def pool(self, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -88,7 +89,7 @@ class Case:
     def decode(self, q: torch.Tensor, deterministic: bool = False) -> torch.Tensor:
         plan = self.decode_plan(deterministic)
         plan.plan(torch.tensor(self.lengths, dtype=torch.int32, device=q.device))
-        given = {"softcap": self.softcap, "scale": self.scale, "sinks": self.sinks}
+        given = {"softcap": self.softcap, "scale": self.scale, "sinks": self.sinks, "ring": self.ring}
         return decode_attention(q, self.layer, self.tables, plan, **given)
 
     def prefill(self, q: torch.Tensor, chunks: list[Chunk], deterministic: bool = False) -> torch.Tensor:
@@ -97,7 +98,7 @@ class Case:
             kv_dtype=self.stored[0].dtype, device=q.device, window=self.window, deterministic=deterministic,
             attention_chunk=self.attention_chunk,
         )  # fmt: skip
-        given = {"softcap": self.softcap, "scale": self.scale, "sinks": self.sinks}
+        given = {"softcap": self.softcap, "scale": self.scale, "sinks": self.sinks, "ring": self.ring}
         return prefill_attention(q, self.layer, self.tables, plan, **given)
 
     def chunks(self, sizes: list[int]) -> list[Chunk]:

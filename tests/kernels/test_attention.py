@@ -14,8 +14,10 @@ from pagewise_kernels.attention import (
     decode_attention,
     prefill_attention,
 )
+from pagewise_kernels.attention.config import LARGEST_TILE
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
 from pagewise_kernels.kv_layer import KVLayer, Scales
+from pagewise_kernels.shapes import power_of_two
 
 from tests.kernels.paged_case import SMALL, TOLERANCE, Case
 
@@ -64,6 +66,31 @@ def test_the_deterministic_mode_equals_the_oracle_too(name: str, device: torch.d
     case = dataclasses.replace(SMALL[name], lengths=(100, 3, 65))
     check_decode(case, device, deterministic=True)
     check_prefill(case, device, [30, 3, 1], deterministic=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["window", "window and softcap", "attention chunks", "block size 3, window"])
+def test_tables_of_windows_may_be_rings(name: str, deterministic: bool, device: torch.device) -> None:
+    """Results have the same bits as with whole tables, and blocks that nobody sees are not there."""
+    case = Case(block_size=3, window=20) if name == "block size 3, window" else SMALL[name]
+    case = dataclasses.replace(case, lengths=(300, 150, 65, 16, 1))
+    case.pool(device)
+    sizes = [min(length, 21 - row) for row, length in enumerate(case.lengths)]
+    decodes, chunks = case.queries(len(case.lengths)), case.queries(sum(sizes))
+    whole = case.decode(decodes, deterministic), case.prefill(chunks, case.chunks(sizes), deterministic)
+    seen = (case.window or case.attention_chunk or 0) + max(sizes) + LARGEST_TILE
+    width = power_of_two(-(-seen // case.block_size) + 1)
+    tables, case.tables = case.tables, torch.full((len(case.lengths), width), 2**30, dtype=torch.int32, device=device)
+    for row, length in enumerate(case.lengths):
+        blocks = -(-length // case.block_size)
+        for block in range(max(0, blocks - width), blocks):
+            case.tables[row, block % width] = tables[row, block]
+    case.ring = True
+    assert torch.equal(case.decode(decodes, deterministic), whole[0])
+    assert torch.equal(case.prefill(chunks, case.chunks(sizes), deterministic), whole[1])
+    case.tables = tables[:, :5].contiguous()
+    with pytest.raises(ValueError, match="a power of two of entries, not 5"):
+        case.decode(decodes)
 
 
 @pytest.mark.parametrize("size", ["tiny", "large", "mixed"])

@@ -15,7 +15,7 @@ from tests.kernels.bars import BARS, MOST_RELOADED, MOST_SPILLED, MOST_SPILLED_S
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 SHARED_BYTES_OF_ALL = {80: 164 * 1024, 90: 228 * 1024}
 """Of the programs of a multiprocessor together, each of which takes 1 KiB more than its own."""
-NUM_KERNELS = 29
+NUM_KERNELS = 31
 VERSION = triton.__version__.rpartition(".")[0]
 EXPONENTIALS = 66
 """Of each thread of prefill by specialised warps, for a tile: 64 weights, and two for the sums of its rows so far."""
@@ -23,7 +23,10 @@ LEAST_IN_FLIGHT = 48 * 1024
 """Bytes on their way to a multiprocessor: 1/132 of 4.3 TB/s for a latency of 1 µs is 33 KB."""
 MOST_IMPRECISE = 256
 """Products of float8 whose sum Hopper's tensor cores may keep in about 14 bits."""
-WEIGHTS_OF_COLUMN = {"skinny_linear_kernel": 1, "expert_gate_up_kernel": 2, "expert_down_kernel": 1}
+WEIGHTS_OF_COLUMN = {
+    "skinny_linear_kernel": 1, "expert_gate_up_kernel": 2, "expert_down_kernel": 1,
+    "mxfp4_gate_up_kernel": 1, "mxfp4_down_kernel": 1,
+}  # fmt: skip
 """Kernels that read weights as fast as they can, and how many rows of these a column of their results takes."""
 NEVER_EARLY = {"copy_blocks_kernel", "move_blocks_kernel", "move_tokens_kernel", "specialised_prefill_kernel"}
 """Kernels that begin when all before them have ended: steps do not launch them between others, or for milliseconds."""
@@ -70,7 +73,8 @@ def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) ->
         assert kernel["lets_next"] == begins_early, name
         if kernel["kernel"] in WEIGHTS_OF_COLUMN and target == 90 and "fp32" not in str(kernel["case"]):
             assert kernel["mma"] == "wgmma", f"{name}: weights go through registers"
-            assert in_flight(kernel) >= LEAST_IN_FLIGHT, name
+            # What makes numbers of codes takes so many instructions that they are read at half this speed at most.
+            assert in_flight(kernel) >= LEAST_IN_FLIGHT // (2 if "mxfp4" in name else 1), name
         if str(kernel["kernel"]).endswith("decode_attention_kernel"):
             threads = 32 * int(str(kernel["num_warps"]))
             programs = 65536 // (threads * int(str(kernel["constants"]["maxnreg"])))  # type: ignore[index]
@@ -100,11 +104,12 @@ def in_flight(kernel: dict[str, Any]) -> int:
     constants, shared = kernel["constants"], int(kernel["shared"])
     gated = constants.get("GATED") == "True"
     columns = int(constants["COLUMNS"]) * (2 if gated else WEIGHTS_OF_COLUMN[kernel["kernel"]])
-    rows, inner = int(constants["ROWS"]), int(constants["INNER"])
+    rows, inner = int(constants["ROWS"]), int(constants.get("INNER", 128))
     size = 1 if "8" in constants["COMPUTE"] else 2
-    stages = shared // ((columns + rows) * inner * size)
+    bits = 4 if "NUMBERS" in constants else 8 * size
+    stages = shared // (columns * inner * bits // 8 + rows * inner * size)
     programs = (SHARED_BYTES[90] + 1024) // (shared + 1024)
-    return programs * (stages - 1) * columns * inner * size
+    return programs * (stages - 1) * columns * inner * bits // 8
 
 
 def check_bars(found: list[dict[str, object]], bars: Bars) -> None:

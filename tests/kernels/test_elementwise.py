@@ -281,6 +281,20 @@ def test_decode_inputs(device: torch.device) -> None:
     assert ids.tolist() == [60, 33, 0, 0]
 
 
+def test_decode_inputs_of_layers_in_several_pools_and_of_rings(device: torch.device) -> None:
+    tables = torch.tensor([[[7, 8], [1, 2]], [[5, 6], [3, 4]]], dtype=torch.int32, device=device)
+    rows = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    lengths = torch.tensor([5, 12], dtype=torch.int32, device=device)
+    given = {"last_tokens": torch.tensor([50, 60], device=device), "block_size": 4, "ring": True}
+    ids, positions = torch.full((2, 2), 99, device=device)
+    slots = torch.full((2, 3), 99, device=device)
+    decode_inputs(rows, lengths, tables, ids=ids, positions=positions, slots=slots[:, :2], **given)
+    assert (ids.tolist(), positions.tolist()) == ([60, 50], [4, 11])
+    assert slots.tolist() == [[2 * 4 + 0, 7 * 4 + 3, 99], [4 * 4 + 0, 5 * 4 + 3, 99]], "block 2 is entry 0"
+    with pytest.raises(ValueError, match="do not fit tables"):
+        decode_inputs(rows, lengths, tables, ids=ids, positions=positions, slots=slots[0, :2], **given)
+
+
 def test_wrong_shapes_are_refused() -> None:
     x = torch.zeros(4, 8)
     with pytest.raises(ValueError, match="rms_norm takes"):

@@ -52,7 +52,9 @@ def decode_config(
     # that of other devices.
     tile = max(16, min(128, 16384 // (dim * kv_bytes)))
     if kv_bytes == 4:
-        return TileConfig(rows, tile, 4, 2)
+        # Two buffers of heads of 512 take 97 KiB: but for Hopper, a multiprocessor has room for one program.
+        one = dim > 256 and not is_hopper(device)
+        return TileConfig(rows, tile, 8 if one else 4, 2, programs=1 if one else 2)
     return TileConfig(rows, tile, 4, 5, programs=3 if dim <= 128 and is_hopper(device) else 2)
 
 
@@ -82,8 +84,10 @@ def prefill_config(
         return TileConfig(max(smallest, 128), 128 if is_hopper(device) and kv_bytes == 2 else 64, 8, 3)
     if dim <= 256:
         return TileConfig(max(smallest, 128 if is_hopper(device) else 64), 32, 8, 2)
-    # The queries alone take 64 KiB of shared memory in rows of 64, for which only Hopper has room beside K and V.
-    return TileConfig(max(smallest, 64), 32, 8, 2) if is_hopper(device) else TileConfig(max(smallest, 32), 16, 8, 2)
+    # The queries alone take 64 KiB of shared memory in rows of 64, for which only Hopper has room beside K and V. With
+    # float8, which is converted, 652 bytes per thread of these rows would be spilled.
+    rows = 64 if is_hopper(device) and kv_bytes == 2 else 32
+    return TileConfig(max(smallest, rows), 32 if is_hopper(device) else 16, 8, 2)
 
 
 def deterministic_config(group: int, dim: int, kv_bytes: int, device: torch.device) -> TileConfig:

@@ -156,13 +156,14 @@ class DecodePlan:
 
 def decode_attention(
     q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, plan: DecodePlan, *, out: torch.Tensor | None = None,
-    scale: float | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
+    scale: float | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None, ring: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of q [queries, heads, head_dim], one query for each sequence, over its context.
 
     tables int32 [rows, blocks]. ``plan``: planned with the contexts' lengths and rows; queries of length 0 get zeros.
     ``scale``: head_dim ** -0.5 by default. ``sinks`` [heads]: a logit of each query head that takes part in its softmax
-    without a value. Returns ``out`` [queries, heads, head_dim].
+    without a value. ``ring``: block i of a context is entry i % blocks of its table, and ``blocks`` is a power of two;
+    so a table needs entries only for the blocks that queries see. Returns ``out`` [queries, heads, head_dim].
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
@@ -178,6 +179,6 @@ def decode_attention(
         q, layer, tables, out, shape, plan.config,
         units=plan.units, programs=plan.programs, parts=plan.parts, order=plan.order,
         scale=scale, softcap=softcap, has_window=plan.window is not None, strict=plan.deterministic,
-        sinks=sinks,
+        sinks=sinks, ring=ring,
     )  # fmt: skip
     return out

@@ -67,7 +67,7 @@ def attend_context(
     stride_b, stride_t, stride_sb, stride_st, factor, softcap,
     M: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Sums acc [M, DIM], high [M] (log2) and total [M] of context tokens ``start`` to ``stop``.
 
@@ -90,7 +90,7 @@ def attend_context(
         seen = tokens < stop
         if HAS_WINDOW:
             seen = seen & (tokens >= start)
-        blocks = block_ids(table, tile, stop, BLOCK_SIZE, TILE, True)
+        blocks = block_ids(table, tile, stop, BLOCK_SIZE, TILE, True, RING)
         at = (token_offsets(blocks, tile, stride_b, stride_t, BLOCK_SIZE, TILE) // EACH)[:, None] + columns[None, :]
         # Keys of tokens that are not there are some memory of the pool: their scores are masked. Values would be
         # multiplied by a weight of 0, which takes numbers.
@@ -146,14 +146,15 @@ def decode_attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SCALES: tl.constexpr, PAIRS: tl.constexpr, PARTS: tl.constexpr, HAS_ORDER: tl.constexpr,
-    HAS_SINKS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+    HAS_SINKS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, RING: tl.constexpr = 0,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Program i takes unit i // KV_HEADS, and the units that follow it, for KV head i % KV_HEADS.
 
     Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. With ``HAS_ORDER`` the
     queries of a unit with several of them are entries of ``order``. ``PARTS``: how many parts of a query's result are
     merged at once, by the program that has stored the last part. A program without work gets a unit of 0 queries.
-    ``HAS_SINKS``: ``sinks`` [heads] has a sink of each query head.
+    ``HAS_SINKS``: ``sinks`` [heads] has a sink of each query head. ``RING``: see ``block_ids``.
     """
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)
@@ -178,6 +179,7 @@ def decode_attention_kernel(
             tile_q, k_here, v_here, ks_here, vs_here, table, start, stop,
             stride_b, stride_t, stride_sb, stride_st, factor, softcap,
             M, BLOCK_SIZE, HEAD_DIM, DIM, TILE, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, PAIRS, COMPUTE, PRECISION,
+            RING,
         )  # fmt: skip
         if part >= 0:
             place = tl.zeros([M], tl.int64) + first_part + part

@@ -38,13 +38,13 @@ def attention_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr = False,
+    RING: tl.constexpr = 0, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Units times KV heads, which the programs of a fixed grid take in turns.
 
     Rows of a tile are (query, query head of the KV head): M >= queries of a unit * GROUP. ``SPLIT``: sums begin
     anew and are merged after every so many context tokens, in the order in which parts of decodes are merged one by one
-    (0: never). ``HAS_SINKS``: ``sinks`` [heads] has a sink of each query head.
+    (0: never). ``HAS_SINKS``: ``sinks`` [heads] has a sink of each query head. ``RING``: see ``block_ids``.
     """
     rows = tl.arange(0, M)
     dims = tl.arange(0, DIM)
@@ -84,7 +84,7 @@ def attention_kernel(
                     acc, high, total, tile_q, row_positions, k_here, v_here, ks_here, vs_here, table,
                     tl.maximum(low, start), inner, outer, stop, tl.minimum(low + SPLIT, stop),
                     stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
-                    BLOCK_SIZE, HEAD_DIM, DIM, TILE, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
+                    BLOCK_SIZE, HEAD_DIM, DIM, TILE, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION, RING,
                 )  # fmt: skip
                 all_acc, all_high, all_total = merge(all_acc, all_high, all_total, acc, high, total)
             acc, high, total = all_acc, all_high, all_total
@@ -93,7 +93,7 @@ def attention_kernel(
                 acc, high, total, tile_q, row_positions, k_here, v_here, ks_here, vs_here, table,
                 start, inner, outer, stop, stop,
                 stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
-                BLOCK_SIZE, HEAD_DIM, DIM, TILE, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
+                BLOCK_SIZE, HEAD_DIM, DIM, TILE, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION, RING,
             )  # fmt: skip
         in_head = valid[:, None] & (dims < HEAD_DIM)[None, :]
         o_at = row_offsets(queries, rows, head, stride_on, stride_oh, GROUP)

@@ -165,14 +165,13 @@ def _pieces(chunk: Chunk, attention_chunk: int) -> Iterator[Chunk]:
 def prefill_attention(
     q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, plan: PrefillPlan | StaticPrefillPlan, *,
     out: torch.Tensor | None = None, scale: float | None = None, softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, ring: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Causal attention of the chunks of ``plan``, whose own K and V are in the pool already.
 
-    q [tokens, heads, head_dim];
-    tables int32 [rows, blocks]. ``scale``: head_dim ** -0.5 by default. ``sinks`` [heads]: a logit of each query
-    head that takes part in its softmax without a value. Returns ``out`` [tokens, heads, head_dim], of which only the
-    chunks' rows are written.
+    q [tokens, heads, head_dim]; tables int32 [rows, blocks]. ``scale``: head_dim ** -0.5 by default. ``sinks`` [heads]:
+    a logit of each query head that takes part in its softmax without a value. ``ring``: see ``decode_attention``.
+    Returns ``out`` [tokens, heads, head_dim], of which only the chunks' rows are written.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
@@ -186,5 +185,6 @@ def prefill_attention(
         positions=plan.positions, units=plan.units, num_units=plan.unit_count, programs=plan.programs,
         scale=scale, softcap=softcap, window=plan.window,
         split=DETERMINISTIC_SPLIT if plan.deterministic else 0, strict=plan.deterministic, sinks=sinks,
+        ring=ring,
     )  # fmt: skip
     return out

@@ -46,11 +46,12 @@ def run_prefill(
     q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, out: torch.Tensor, shape: Shape, config: TileConfig, *,
     positions: torch.Tensor, units: torch.Tensor, num_units: torch.Tensor, programs: int, scale: float | None,
     softcap: float | None, window: int | None, split: int, strict: bool, sinks: torch.Tensor | None = None,
+    ring: bool = False,
 ) -> None:  # fmt: skip
     """Run ``units`` int32 [n, UNIT_FIELDS], of which ``num_units`` int32 [1] count, on ``programs`` programs.
 
     ``positions`` int32 [queries]: the last context token that each query sees. ``split``: see ``attention_kernel``.
-    ``strict``: products and sums are not fused.
+    ``strict``: products and sums are not fused. ``ring``: see ``decode_attention``.
 
     Raises:
         ValueError: ``scale`` is not positive, or the plan is on another device than q.
@@ -64,7 +65,7 @@ def run_prefill(
         *q.stride()[:2], *layer.strides, *layer.strides, *layer.scale_strides, *out.stride()[:2],
         tables.stride(0),
         _positive(scale, shape), float(softcap or 1.0), int(window or 0),
-        SPLIT=split, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None,
+        SPLIT=split, HAS_WINDOW=window is not None, HAS_SINKS=sinks is not None, RING=_ring(tables, ring),
         **_options(q, layer, shape, config, softcap, strict),
     )  # fmt: skip
 
@@ -72,12 +73,13 @@ def run_prefill(
 def run_decode(
     q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, out: torch.Tensor, shape: Shape, config: TileConfig, *,
     units: torch.Tensor, programs: int, parts: Parts, order: torch.Tensor | None, scale: float | None,
-    softcap: float | None, has_window: bool, strict: bool, sinks: torch.Tensor | None = None,
+    softcap: float | None, has_window: bool, strict: bool, sinks: torch.Tensor | None = None, ring: bool = False,
 ) -> None:  # fmt: skip
     """Run ``units`` int32 [n, DECODE_FIELDS] of ``plan_decode_kernel`` on ``programs`` programs.
 
     ``parts``: where partial results go, which are merged in the same launch. ``order`` int32: the queries of units with
     several of them are entries of it. ``strict``: parts are merged in order, products and sums are not fused.
+    ``ring``: see ``decode_attention``.
 
     Raises:
         ValueError: ``scale`` is not positive, or the plan is on another device than q.
@@ -98,11 +100,18 @@ def run_decode(
         *q.stride()[:2], *layer.strides, *layer.scale_strides, *out.stride()[:2], tables.stride(0),
         _positive(scale, shape), float(softcap or 1.0),
         ROWS=rows, HAS_WINDOW=has_window, PAIRS=pairs, HAS_ORDER=order is not None,
-        HAS_SINKS=sinks is not None,
+        HAS_SINKS=sinks is not None, RING=_ring(tables, ring),
         PARTS=1 if strict else parts_at_once(rows * shape.dim, config.num_warps),
         **_options(q, layer, shape, config, softcap, strict),
         maxnreg=registers(config),
     )  # fmt: skip
+
+
+def _ring(tables: torch.Tensor, ring: bool) -> int:
+    width = tables.shape[1]
+    if ring and width & (width - 1):
+        raise ValueError(f"block tables that are rings have a power of two of entries, not {width}")
+    return width if ring else 0
 
 
 def _positive(scale: float | None, shape: Shape) -> float:

@@ -8,10 +8,13 @@ import triton.language as tl
 
 
 @triton.jit
-def block_ids(table, tile, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+def block_ids(
+    table, tile, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, RING: tl.constexpr = 0
+):
     """Ids of the blocks that hold TILE tokens from ``tile`` on, a multiple of TILE: one for each block of a tile.
 
-    Where no block begins at the edge of a tile, because its size is no power of two, one for each token.
+    Where no block begins at the edge of a tile, because its size is no power of two, one for each token. ``RING``: the
+    number of entries of the table, a power of two, if it is a ring: then block i is entry i % RING; 0: it is entry i.
     """
     if BLOCK_SIZE & (BLOCK_SIZE - 1) == 0:
         first = tile // BLOCK_SIZE + tl.arange(0, TILE // BLOCK_SIZE if TILE > BLOCK_SIZE else 1)
@@ -19,6 +22,8 @@ def block_ids(table, tile, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MA
     else:
         begin = tile + tl.arange(0, TILE)
         first = begin // BLOCK_SIZE
+    if RING > 0:
+        first = first & (RING - 1)
     if MASKED:
         ids = tl.load(table + first, mask=begin < end, other=0)
     else:
@@ -135,7 +140,7 @@ def attend_tiles(
     factor, softcap, window,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Take context tokens ``start`` to ``stop`` (whole tiles) into acc [M, DIM], high [M] (log2) and total [M].
 
@@ -145,7 +150,7 @@ def attend_tiles(
     for tile in range(start, stop, TILE):
         tokens = tile + tl.arange(0, TILE)
         there = tokens < end
-        blocks = block_ids(table, tile, end, BLOCK_SIZE, TILE, MASKED)
+        blocks = block_ids(table, tile, end, BLOCK_SIZE, TILE, MASKED, RING)
         k_at = keys + token_offsets(blocks, tile, stride_kb, stride_kt, BLOCK_SIZE, TILE)[None, :] + dims[:, None]
         v_at = values + token_offsets(blocks, tile, stride_vb, stride_vt, BLOCK_SIZE, TILE)[:, None] + dims[None, :]
         if MASKED and HEAD_DIM != DIM:
@@ -182,24 +187,25 @@ def attend_stretch(
     stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """Context tokens ``low`` to ``until``: with masks up to ``inner`` and from ``outer`` on, without in between."""
     if HAS_WINDOW:
         acc, high, total = attend_tiles(
             acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, low, tl.minimum(inner, until),
             end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
-            BLOCK_SIZE, HEAD_DIM, DIM, TILE, True, True, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
+            BLOCK_SIZE, HEAD_DIM, DIM, TILE, True, True, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION, RING,
         )  # fmt: skip
     acc, high, total = attend_tiles(
         acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, tl.maximum(inner, low),
         tl.minimum(outer, until), end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor,
         softcap, window, BLOCK_SIZE, HEAD_DIM, DIM, TILE, False, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE,
-        PRECISION,
+        PRECISION, RING,
     )  # fmt: skip
     return attend_tiles(
         acc, high, total, q, row_positions, keys, values, k_scales, v_scales, table, tl.maximum(outer, low), until,
         end, stride_kb, stride_kt, stride_vb, stride_vt, stride_sb, stride_st, factor, softcap, window,
-        BLOCK_SIZE, HEAD_DIM, DIM, TILE, True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION,
+        BLOCK_SIZE, HEAD_DIM, DIM, TILE, True, HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, COMPUTE, PRECISION, RING,
     )  # fmt: skip
 
 

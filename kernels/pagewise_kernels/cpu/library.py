@@ -47,6 +47,9 @@ FUNCTIONS = {
         _POINTER, _LONG, _POINTER, _POINTER, ctypes.c_float, *[_POINTER] * 7, *[ctypes.c_float] * 3, _POINTER, _POINTER,
         *[_LONG] * 5, ctypes.c_float, *[_LONG] * 4, _POINTER
     ],
+    "pagewise_mxfp4_experts": [
+        *[_POINTER] * 9, ctypes.c_float, ctypes.c_float, *[_POINTER] * 2, _LONG, _LONG, _LONG, _LONG, _POINTER
+    ],
     "pagewise_int8_panel": [],
     "pagewise_int8_group": [],
     "pagewise_linear_int8": [

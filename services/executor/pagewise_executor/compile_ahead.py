@@ -127,7 +127,7 @@ def _compute(steps: GraphedSteps, size: int, *, uses: bool) -> None:
 def _prefill(forward_pass: ForwardPass, backend: TritonBackend, size: int) -> None:
     ids, nothing = torch.zeros(size, dtype=torch.int64, device=_META), torch.zeros(0, dtype=torch.int32, device=_META)
     forward_pass.forward_context.step = TritonStep(
-        backend, ids, backend.tables, nothing, nothing, [Chunk(0, 0, size, 0)]
+        backend, [ids], backend.tables.slots, nothing, nothing, [Chunk(0, 0, size, 0)]
     )
     forward_pass.forward(ids, ids)
 

@@ -1,6 +1,7 @@
 """The forward pass of steps: the model over a flat batch, with the attention and the sampling of its kernels."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ from pagewise_executor.uploads import Array, Uploads
 if TYPE_CHECKING:
     from pagewise_executor.attention.prefill_libraries import PrefillLibrary
     from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs, StepGraphs
+
+
+log = logging.getLogger(__name__)
 
 
 class ForwardPass:
@@ -59,14 +63,15 @@ class ForwardPass:
         """Use the K and V of ``pool`` from now on."""
         self._pool = pool
         written: set[int] = set()
+        slots = pool.slot_of if isinstance(pool, PagePool) else [0] * len(pool.layers)
         contexts = [self.forward_context] * len(pool.layers)
-        if isinstance(pool, PagePool):
-            assert isinstance(self.attention, GroupedBackend)
-            contexts = [self.attention.contexts[slot] for slot in pool.slot_of]
+        if isinstance(self.attention, GroupedBackend):
+            contexts = [self.attention.contexts[slot] for slot in slots]
         for module, place, chunk in zip(self._layers, self._places, self._attention_chunks, strict=True):
             layer = pool.layers[place]
             paged = PagedLayer(layer.keys, layer.values, layer.scales, contexts[place], place, chunk)
-            paged.writes_kv, paged.scale_queries = place not in written, getattr(module, "scale_queries", None)
+            paged.writes_kv, paged.slot = place not in written, slots[place]
+            paged.scale_queries = getattr(module, "scale_queries", None)
             written.add(place)
             module.paged_layer = paged  # type: ignore[assignment]
         start = 0
@@ -159,7 +164,10 @@ def choose_compute(
     """
     device, backend = loaded.device, backend_of(config, loaded.kernels)
     if loaded.kernels != "triton":
-        attention = _for_each_slot(lambda: backend(device), device, pages)
+        attention = backend(device)
+        if pages is not None:
+            slots = sum(group.pages_per_block for group in pages.groups)
+            attention = GroupedBackend(device, [backend(device) for _ in range(slots)])
         forward_pass = ForwardPass(loaded, attention, last_tokens, adapters)
         penalties = TorchPenalties(loaded.vocab_size, device)
         return StepCompute(forward_pass, TorchTokenSampler(device), penalties, compute_logprobs)
@@ -167,43 +175,13 @@ def choose_compute(
     from pagewise_executor.kernel_checks.run import check_kernels
 
     kv_dtype = kv_dtype_for(config, loaded.dtype, backend, device)
-    check_kernels(config, loaded, kv_dtype)
+    check_kernels(config, loaded, kv_dtype, pages)
     if pages is not None:
-        return _eager_triton_compute(config, loaded, last_tokens, adapters, pages)
+        log.info("attention of prompts: triton, because libraries are not called for groups of layers")
+        return triton_compute(config, loaded, last_tokens, adapters, pages=pages)
     library, is_unfit = choose_prefill_library(config, device, loaded.layers, kv_dtype)
     loaded.fallback |= is_unfit
     return triton_compute(config, loaded, last_tokens, adapters, library)
-
-
-def _for_each_slot(
-    make: Callable[[], AttentionBackend], device: torch.device, pages: PageLayout | None
-) -> AttentionBackend:
-    """Return the attention of a model with one group of layers, or with the groups of ``pages``."""
-    if pages is None:
-        return make()
-    return GroupedBackend(device, [make() for group in pages.groups for _ in range(group.pages_per_block)])
-
-
-def _eager_triton_compute(
-    config: SizedConfig, loaded: LoadedModel, last_tokens: torch.Tensor, adapters: Adapters | None, pages: PageLayout
-) -> StepCompute:
-    """Return the forward pass and the sampling by the Triton kernels for several groups of layers, which CUDA graphs do
-    not support."""
-    from pagewise_kernels.logprobs import token_logprobs
-
-    from pagewise_executor.attention.triton_attention import TritonBackend
-
-    device, rows = loaded.device, config.max_num_seqs
-    attention = _for_each_slot(
-        lambda: TritonBackend(
-            device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic
-        ),
-        device,
-        pages,
-    )
-    forward_pass = ForwardPass(loaded, attention, last_tokens, adapters)
-    penalties = TritonPenalties(rows, loaded.vocab_size, device)
-    return StepCompute(forward_pass, TritonTokenSampler(rows, device), penalties, token_logprobs)
 
 
 def triton_compute(
@@ -212,27 +190,32 @@ def triton_compute(
     last_tokens: torch.Tensor,
     adapters: Adapters | None,
     library: "PrefillLibrary | None" = None,
+    pages: PageLayout | None = None,
 ) -> StepCompute:
-    """Return the forward pass and the sampling by the Triton kernels. ``library``: computes attention of prompts."""
+    """Return the forward pass and the sampling by the Triton kernels. ``library``: computes attention of prompts.
+    ``pages``: see ``choose_compute``."""
     from pagewise_kernels.logprobs import token_logprobs
 
     from pagewise_executor.adapters.triton_slots import TritonSlots
+    from pagewise_executor.attention.device_tables import table_shapes
     from pagewise_executor.attention.triton_attention import TritonBackend
     from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
     from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs, ModelBody, StepGraphs
 
     device, rows = loaded.device, config.max_num_seqs
+    longest, size = loaded.max_model_len, config.block_size
     backend = TritonBackend(
-        device, rows, loaded.max_model_len, config.block_size, deterministic=config.deterministic, library=library
-    )
+        device, rows, longest, size, deterministic=config.deterministic, library=library,
+        shapes=table_shapes(pages, longest, size, config.max_num_batched_tokens),
+    )  # fmt: skip
     forward_pass = ForwardPass(loaded, backend, last_tokens, adapters)
     token_sampler = TritonTokenSampler(rows, device)
     slots = adapters.slots if adapters is not None else None
     assert slots is None or isinstance(slots, TritonSlots)
-    forward, context, size = forward_pass.forward, forward_pass.forward_context, config.block_size
-    decodes = DecodeGraphs(forward, context, backend, token_sampler, last_tokens, size, slots)
+    forward, context = forward_pass.forward, forward_pass.forward_context
+    decodes = DecodeGraphs(forward, context, backend, token_sampler, last_tokens, slots)
     forward_pass.graphs = mixed = MixedGraphs(
-        ModelBody(loaded.model), forward, context, backend, last_tokens, size, config.max_num_batched_tokens, slots
+        ModelBody(loaded.model), forward, context, backend, last_tokens, config.max_num_batched_tokens, slots
     )
     penalties = TritonPenalties(rows, loaded.vocab_size, device)
     return StepCompute(forward_pass, token_sampler, penalties, token_logprobs, StepGraphs(decodes, mixed))

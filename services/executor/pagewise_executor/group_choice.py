@@ -43,8 +43,8 @@ def _one_group(config: ExecutorConfig, loaded: LoadedModel) -> str:
     """Return which used features need all layers in one group; empty: none does."""
     if config.kv_mapping == "mmu":
         return "page tables in hardware (--kv-mapping mmu)"
-    if loaded.kernels == "triton" and config.cuda_graphs:
-        return "CUDA graphs"
+    if loaded.kernels == "triton" and config.attention not in ("auto", "triton"):
+        return f"libraries for attention (--attention {config.attention})"
     return ""
 
 

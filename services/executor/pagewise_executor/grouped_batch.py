@@ -23,6 +23,7 @@ from pagewise_executor.page_labels import KeptBlocks, PageLabels
 from pagewise_executor.page_map import NULL_PAGE, PageMap
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
 from pagewise_executor.state_tables import SequenceBatch, StateSnapshot, StateTables
+from pagewise_executor.window_tables import WindowTables
 
 Stretch = tuple[int, int, int]
 """A stretch of a row's table: row, start, stop."""
@@ -50,49 +51,17 @@ class SlotBatch:
         return pages * self.block_size + positions % self.block_size
 
 
-class _WindowTables:
-    """The tables of a group of windowed layers. ``number``: of the group.
-
-    ``first`` [num_rows]: the first entry that is not null; ``ends`` [num_rows]: the number of valid entries.
-    """
-
-    def __init__(self, number: int, group: LayerGroup, num_rows: int, block_size: int) -> None:
-        self.number, self._window, self._chunked, self._block_size = number, group.window, group.chunked, block_size
-        self.first: Int64s = np.zeros(num_rows, np.int64)
-        self.ends: Int64s = np.zeros(num_rows, np.int64)
-
-    def first_seen(self, positions: Int64s) -> Int64s:
-        """Return the first table entry that a query at each position [n] sees."""
-        if self._chunked:
-            return positions // self._window * self._window // self._block_size
-        return np.maximum(positions - self._window + 1, 0) // self._block_size
-
-    def check(self, rows: Int64s, starts: Int64s, stops: Int64s) -> None:
-        """Check that the tables of ``rows`` [n] hold all tokens that queries at positions from start to stop see.
-
-        Raises:
-            InvalidPlanError: the text names a row of which they do not.
-        """
-        short = stops > self.ends[rows] * self._block_size
-        if short.any():
-            row = int(rows[short][0])
-            raise InvalidPlanError(
-                f"row {row}: {self.ends[row]} blocks of group {self.number} do not hold {stops[short][0]} tokens"
-            )
-        begun = self.first_seen(starts) < self.first[rows]
-        if begun.any():
-            row = int(rows[begun][0])
-            raise InvalidPlanError(f"row {row}: the blocks of group {self.number} begin at {self.first[row]}, too late")
-
-
 class GroupedBatch(InputBatch):
     """The input batch of a model with several ``groups`` of layers.
 
     ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
     ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
-    the slots of the first group, then those of the next. Copies are copies of pages. ``changed``: for each group the
-    stretches of its tables that are new in this step. ``state_batches``: of the step, if there is a group of states,
-    which has no slots and no tables.
+    the slots of the first group, then those of the next. Copies are copies of pages.
+
+    Of each group but one of states, which has no slots and no tables: ``tables`` [slots, num_rows, max_blocks] int32
+    have the pages of its blocks, ``ends`` [num_rows] the numbers of valid entries, ``changed`` the stretches that are
+    new in this step, and ``spans`` the most entries from the first one that a query of the step sees to the end of its
+    table, 0 in the first group. ``state_batches``: of the step, if there is a group of states.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -110,16 +79,18 @@ class GroupedBatch(InputBatch):
         # The pages [slots, num_rows, max_blocks], of all groups with tables and of each.
         slots = [group.pages_per_block for group in attending]
         self._all_tables: Int32s = np.zeros((sum(slots), *self.block_tables.shape), np.int32)
-        self._tables: list[Int32s] = np.split(self._all_tables, np.cumsum(slots)[:-1])
+        self.tables: list[Int32s] = np.split(self._all_tables, np.cumsum(slots)[:-1])
         self._windows = [
-            _WindowTables(number, group, num_rows, self.block_size) for number, group in enumerate(attending[1:], 1)
+            WindowTables(number, group, num_rows, self.block_size) for number, group in enumerate(attending[1:], 1)
         ]
         self._states: StateTables | None = None
         if (last := len(attending)) < len(groups):
             self._states = StateTables(last, num_rows, self._on_device)
         self.state_batches: list[SequenceBatch] = []
-        self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self._tables) for table in tables]
+        self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self.tables) for table in tables]
+        self.ends = [self.num_blocks, *(window.ends for window in self._windows)]
         self.changed: list[list[Stretch]] = [[] for _ in attending]
+        self.spans = [0] * len(attending)
         # Blocks that this plan puts into tables, by group: row, first index, blocks.
         self._added: list[list[tuple[int, int, Int32s]]] = [[] for _ in attending]
         self._flat: tuple[StepWork, tuple[Int64s, Int64s]] | None = None
@@ -133,7 +104,7 @@ class GroupedBatch(InputBatch):
 
     def _label(self, row: int) -> None:
         assert self._labels is not None
-        pages = self._tables[0][0, row, : self.num_blocks[row]]
+        pages = self.tables[0][0, row, : self.num_blocks[row]]
         self._labels.label(row, self.sequences[row], int(self.num_computed[row]), pages)
 
     def restore(self, kept: KeptBlocks) -> None:
@@ -147,7 +118,7 @@ class GroupedBatch(InputBatch):
         Raises:
             InvalidPlanError: as of ``InputBatch``; or a table does not hold what its layers see, or pages are missing.
         """
-        self._flat, self.changed, self._overwritten = None, [[] for _ in self._tables], []
+        self._flat, self.changed, self._overwritten = None, [[] for _ in self.tables], []
         for added in self._added:
             added.clear()
         if self._states is not None:
@@ -159,8 +130,10 @@ class GroupedBatch(InputBatch):
             self._fill(number, added)
         rows, starts, stops = self._computed_ranges(work)
         for window in self._windows:
-            window.check(rows, starts, stops)
-            self._pass(window, rows, starts)
+            seen = window.first_seen(starts)
+            window.check(rows, seen, stops)
+            self.spans[window.number] = int((window.ends[rows] - seen).max(initial=0))
+            self._pass(window, rows, seen)
         if self._states is not None:
             self._switch_states(int32s(plan.states))
             self._overwritten.append(self._states.map().ravel())
@@ -180,9 +153,9 @@ class GroupedBatch(InputBatch):
                 self._label(row)
                 self._labels.left(row)
         super().remove(row)
-        self._tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
+        self.tables[0][:, row, : self.num_blocks[row]] = NULL_PAGE
         for window in self._windows:
-            self._tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
+            self.tables[window.number][:, row, window.first[row] : window.ends[row]] = NULL_PAGE
 
     def flat_batch(self, work: StepWork) -> tuple[Int64s, Int64s]:
         """Return the rows and positions of ``InputBatch``, which all slots share."""
@@ -235,7 +208,7 @@ class GroupedBatch(InputBatch):
             self._check_ids(window.number, row, blocks)
             window.first[row], window.ends[row] = first, first + len(blocks)
             if first:
-                self._tables[window.number][:, row, :first] = NULL_PAGE
+                self.tables[window.number][:, row, :first] = NULL_PAGE
                 self.changed[window.number].append((row, 0, first))
             self._added[window.number].append((row, first, blocks))
         return row
@@ -246,8 +219,8 @@ class GroupedBatch(InputBatch):
         for row, group, block in triples.reshape(-1, 3).tolist():
             if row not in self.sequences:
                 raise InvalidPlanError(f"row {row} gets a block of group {group} but holds no sequence")
-            if not 1 <= group < len(self._tables):
-                raise InvalidPlanError(f"row {row} gets a block of group {group} of {len(self._tables)}")
+            if not 1 <= group < len(self.tables):
+                raise InvalidPlanError(f"row {row} gets a block of group {group} of {len(self.tables)}")
             blocks = np.array([block], np.int32)
             self._check_ids(group, row, blocks)
             ends = self._windows[group - 1].ends
@@ -275,7 +248,7 @@ class GroupedBatch(InputBatch):
         if not added:
             return
         pages = self._on_device.map(group, np.concatenate([blocks for _, _, blocks in added])).T
-        tables, changed, done = self._tables[group], self.changed[group], 0
+        tables, changed, done = self.tables[group], self.changed[group], 0
         for row, first, blocks in added:
             tables[:, row, first : first + len(blocks)] = pages[:, done : done + len(blocks)]
             changed.append((row, first, first + len(blocks)))
@@ -293,11 +266,10 @@ class GroupedBatch(InputBatch):
         at = self.num_computed[work.decoding]
         return tuple(map(np.concatenate, ((work.decoding, rows), (at, starts), (at + 1, stops))))  # type: ignore[return-value]
 
-    def _pass(self, window: _WindowTables, rows: Int64s, starts: Int64s) -> None:
-        """Replace the entries of ``rows`` [n] that no query from ``starts`` [n] on sees by the null page."""
-        seen = window.first_seen(starts)
+    def _pass(self, window: WindowTables, rows: Int64s, seen: Int64s) -> None:
+        """Replace the entries of ``rows`` [n] before ``seen`` [n], which no query sees any more, by the null page."""
         passed = np.flatnonzero(seen > window.first[rows])
-        tables, changed = self._tables[window.number], self.changed[window.number]
+        tables, changed = self.tables[window.number], self.changed[window.number]
         for row, first in zip(rows[passed].tolist(), seen[passed].tolist(), strict=True):
             before = int(window.first[row])
             tables[:, row, before:first] = NULL_PAGE

@@ -105,7 +105,7 @@ def measure_costs(runner: Runner, max_num_batched_tokens: int, sizes: Sizes = CP
     The runner must be reset afterwards, for it writes over blocks of the device pool.
     """
     began = time.perf_counter()
-    room = min(_whole_blocks(runner.info) * runner.info.block_size, runner.info.max_model_len)
+    room = min(whole_blocks(runner.info) * runner.info.block_size, runner.info.max_model_len)
     steps = measure_steps(
         lambda start, count: dummy_prefill(runner, start, count), min(room, max_num_batched_tokens), room, sizes
     )
@@ -295,7 +295,7 @@ def _new_sequence(
     return NewSequence(row, pack_int32s([1] * num_tokens), num_tokens, num_computed, packed, sampling, windows=windows)
 
 
-def _whole_blocks(info: Hello) -> int:
+def whole_blocks(info: Hello) -> int:
     """Return the number of blocks of tokens that all layers can hold."""
     if not info.groups:
         return info.num_blocks

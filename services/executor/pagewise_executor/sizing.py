@@ -19,6 +19,7 @@ from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_executor.attention.backend import AttentionShape
+from pagewise_executor.attention.device_tables import table_shapes
 from pagewise_executor.cuda_graphs import decode_graphs, mixed_graphs
 from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import Gpu, with_step_limits
@@ -26,6 +27,8 @@ from pagewise_executor.graph_capture import BYTES_PER_LAYER
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
 from pagewise_executor.models.latents import check_latents
+from pagewise_executor.models.mxfp4_experts import place_mxfp4
+from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.shards import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
@@ -103,8 +106,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
     tried = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
     model = tried.model
-    header = {name: TensorInfo("", list(weight.shape)) for name, weight in model.named_parameters()}  # tied ones once
-    weights = weight_bytes({path: header}, dtype, config.quantization) // config.tensor_parallel
+    weights = _weight_bytes(config, path, model, dtype) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # Gemma 3n has one for each layer
     inner = (inner if isinstance(inner, int) else max(inner)) // config.tensor_parallel
@@ -120,6 +122,9 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     width = 4 * text.hidden_size + qkv + 3 * inner
     # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.
     steps = limits.max_num_batched_tokens * width * dtype.itemsize + 5 * limits.max_num_seqs * vocab * 4
+    if len(groups) > 1:  # each slot has block tables; those of a model with one group take some megabytes
+        shapes = table_shapes(memory, longest, config.block_size, limits.max_num_batched_tokens)
+        steps += sum(shape.slots * shape.width for shape in shapes) * limits.max_num_seqs * 4
     sizes = sizes_up_to(min(limits.max_num_seqs, decode_graphs.LADDER[-1]), decode_graphs.LADDER)
     sizes += sizes_up_to(min(limits.max_num_batched_tokens, mixed_graphs.LARGEST), mixed_graphs.LADDER)
     graphs = len(sizes) * len(layers) * BYTES_PER_LAYER if config.cuda_graphs else 0
@@ -147,6 +152,18 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
         page_bytes=memory.page_bytes,
         sequences=sequences,
     )
+
+
+def _weight_bytes(config: ExecutorConfig, path: Path, model: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits."""
+    quantised = read_quantisation(config.model, path, config.kv_dtype)
+    if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:
+        place_mxfp4(model)
+    header = {  # tied ones once
+        name: TensorInfo("U8" if weight.dtype == torch.uint8 else "", list(weight.shape))
+        for name, weight in model.named_parameters()
+    }
+    return weight_bytes({path: header}, dtype, config.quantization, keeps_mxfp4=True)
 
 
 def _groups(

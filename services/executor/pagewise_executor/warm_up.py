@@ -9,7 +9,7 @@ import torch
 from pagewise_shared.progress import logged_progress
 
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.profile import dummy_prefill
+from pagewise_executor.profile import dummy_prefill, whole_blocks
 from pagewise_executor.runner import Runner
 from pagewise_executor.sampling.token_sampler import TritonTokenSampler
 
@@ -40,12 +40,13 @@ def warm_up(
     with torch.inference_mode():
         launch_sampling(runner.info.vocab_size, dtype, pool.device)
     progress.update()
-    longest = min(max_num_batched_tokens, runner.info.max_model_len, pool.num_blocks * pool.block_size)
+    room = whole_blocks(runner.info)
+    longest = min(max_num_batched_tokens, runner.info.max_model_len, room * pool.block_size)
     for size in sizes:
         number = -(-least_tokens // size)
         blocks = number * -(-size // pool.block_size)
         fits = number * size <= max_num_batched_tokens and number <= runner.info.max_num_seqs
-        if size <= longest and fits and blocks <= pool.num_blocks and time.perf_counter() - began < _MOST_SECONDS:
+        if size <= longest and fits and blocks <= room and time.perf_counter() - began < _MOST_SECONDS:
             dummy_prefill(runner, 0, size, number)
         progress.update()
     if num_unfrozen_launches():

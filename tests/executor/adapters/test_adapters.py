@@ -20,7 +20,7 @@ from tests.core_requests import change
 from tests.executor.driver import drive, run_requests
 from tests.executor.references import segments_reference
 from tests.executor.runners import build_runner
-from tests.lora_adapters import build_adapter, greedy, peft_model, quietly, read, with_adapter
+from tests.lora_adapters import ALL, build_adapter, greedy, peft_model, quietly, read, with_adapter
 from tests.model_builders import build_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -140,6 +140,10 @@ def test_the_triton_kernels_compute_the_same(is_static: bool, llama: Path, folde
         ("gpt2", ["c_attn", "mlp.c_proj"]),
         ("phi3", ["qkv_proj", "gate_up_proj"]),
         ("qwen2_moe", ["q_proj", "o_proj", "shared_expert.up_proj", "shared_expert.down_proj"]),
+        pytest.param("qwen3_moe", ["q_proj", "k_proj", "v_proj", "o_proj"], marks=pytest.mark.long),
+        pytest.param("glm4_moe", ["q_proj", "o_proj"], marks=pytest.mark.long),
+        pytest.param("glm4_moe_lite", ["q_a_proj", "o_proj"], marks=pytest.mark.long),
+        pytest.param("minimax_m2", ["q_proj", "v_proj"], marks=pytest.mark.long),
     ],
 )
 def test_layers_that_are_not_fused_have_adapters_too(family: str, targets: list[str], tmp_path: Path) -> None:
@@ -148,6 +152,27 @@ def test_layers_that_are_not_fused_have_adapters_too(family: str, targets: list[
     folder = build_adapter(tmp_path / "model", tmp_path / "one", target_modules=targets, **fan_in)
     runner = build_runner(tmp_path / "model", enable_lora=True)
     check(runner, tmp_path / "model", {"one": folder}, count=6, asked=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("gemma3", ALL),
+        pytest.param("gemma4", ["q_proj", "o_proj", "down_proj"], marks=pytest.mark.long),
+        pytest.param("gpt_oss", ["q_proj", "k_proj", "v_proj", "o_proj"], marks=pytest.mark.long),
+        pytest.param("llama4", ["q_proj", "v_proj", "o_proj"], marks=pytest.mark.long),
+        pytest.param("olmo3", ALL, marks=pytest.mark.long),
+    ],
+)
+def test_models_with_several_groups_of_layers_have_adapters_too(
+    family: str, targets: list[str], tmp_path: Path
+) -> None:
+    """In so little memory that sequences are preempted and windows go to the host."""
+    build_model(family, model := tmp_path / "model", seed=7)
+    folders = {name: build_adapter(model, tmp_path / name, i, target_modules=targets) for i, name in enumerate("ab")}
+    runner = build_runner(model, enable_lora=True, max_loras=2)
+    assert runner.info.groups
+    check(runner, model, folders, asked=2, num_blocks=9, count=30, recovery="swap")
 
 
 def test_the_layer_that_latents_absorb_has_no_adapters(tmp_path: Path) -> None:

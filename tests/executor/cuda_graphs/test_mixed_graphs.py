@@ -53,7 +53,8 @@ def build(family: str, path: Path, **options: object) -> ModelRunner:
 
 @pytest.fixture(scope="module", params=["gemma2", pytest.param("llama", marks=pytest.mark.long)])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    """Every other layer of Gemma 2 has a sliding window, and its head a softcap. Layers of Llama are fused."""
+    """Every other layer of Gemma 2 has a sliding window, so there are two groups of layers; its head has a softcap.
+    Layers of Llama are fused."""
     return build(request.param, tmp_path_factory.mktemp("model"))
 
 
@@ -69,10 +70,11 @@ def from_static_buffers(runner: ModelRunner) -> Iterator[MixedGraphs]:
         mixed.drop()
 
 
-def plans(mixed: Mixed, *, reports: bool = True) -> Iterator[StepPlan]:
+def plans(mixed: Mixed, *, windows: int = 0, reports: bool = True) -> Iterator[StepPlan]:
     """A step that computes one token for each of what decodes after it, and the step in question.
 
-    ``reports``: log-probabilities are asked for, and some tokens are drawn at random.
+    ``windows``: the number of groups of windowed layers, in which sequences have the same blocks. ``reports``:
+    log-probabilities are asked for, and some tokens are drawn at random.
     """
     numbers = np.random.default_rng(len(mixed.decodes) + sum(size for _, size in mixed.chunks))
     first = 0
@@ -84,7 +86,10 @@ def plans(mixed: Mixed, *, reports: bool = True) -> Iterator[StepPlan]:
         first += count
         tokens = numbers.integers(3, VOCAB_SIZE, total).tolist()
         params = SamplingParams(**({"temperature": 0.0} | sampling))  # type: ignore[arg-type]
-        return NewSequence(row, pack_int32s(tokens), total, computed, blocks.tobytes(), params)
+        packed = blocks.tobytes()
+        return NewSequence(
+            row, pack_int32s(tokens), total, computed, packed, params, windows=((0, packed),) * windows
+        )  # fmt: skip
 
     decoding = [
         joining(row, total, total - 1, 4, logprobs=2 if reports else None) for row, total in enumerate(mixed.decodes)
@@ -109,7 +114,8 @@ def results(runner: ModelRunner, mixed: Mixed) -> list[StepResult]:
     generator = torch.Generator().manual_seed(1)
     for tensor in (*runner._pool.keys, *runner._pool.values):
         tensor.normal_(generator=generator)
-    return [runner.execute(plan).result() for plan in plans(mixed)]
+    windows = len(runner.info.groups[1:])
+    return [runner.execute(plan).result() for plan in plans(mixed, windows=windows)]
 
 
 def logprobs(result: StepResult) -> list[float]:
@@ -199,7 +205,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 def test_a_step_brings_its_arrays_to_the_device_in_one_copy(runner: ModelRunner, uploads: Callable[[], int]) -> None:
     """But for what few steps need: parameters of sampling, log-probabilities, shared prefixes that are new."""
-    before, step = plans(Mixed([9, 12], [(3, 7)]), reports=False)
+    before, step = plans(Mixed([9, 12], [(3, 7)]), windows=len(runner.info.groups[1:]), reports=False)
     later = [StepPlan(epoch=0, step=number, chunks=()) for number in (3, 4)]
     found = []
     with from_static_buffers(runner):

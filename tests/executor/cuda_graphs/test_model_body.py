@@ -18,6 +18,7 @@ def test_the_head_takes_what_the_body_has_computed(family: str, tmp_path: Path) 
     with torch.inference_mode():
         expected = model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits
         output = body.compute(ids, positions)
+        assert output.last_hidden_state.shape[:2] == (1, 40)
         with body.computed(output):
             # A model that computes its layers again computes them for these ids.
             found = model(input_ids=torch.zeros_like(ids)[None], position_ids=positions[None], use_cache=False).logits

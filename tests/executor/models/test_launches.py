@@ -32,6 +32,8 @@ NO_LAUNCH = {
     "empty",
     "empty_like",
     "select",
+    "alias",
+    "unbind",
     "unsqueeze",
     "detach",
 }

@@ -40,8 +40,9 @@ def test_layers_that_share_k_and_v_have_no_place_in_the_pool(gemma4: Path) -> No
     assert loaded.sources == [0, 1, 2, 3, 4, 3, 3, 4]
     assert loaded.shapes == STORED
     assert len(loaded.rotations) == len(STORED)
-    runner = build_runner(gemma4, kernels="torch", block_size=8)
-    assert runner.info.bytes_per_block == 8 * 4 * 2 * sum(heads * dim for heads, dim in STORED)
+    runner = build_runner(gemma4, kernels="torch", block_size=8, num_blocks=400)
+    memory = 400 * 8 * 4 * 2 * sum(heads * dim for heads, dim in STORED)
+    assert runner.info.num_pages * runner.info.page_bytes == memory, "of blocks of all layers"
     layers = [module.paged_layer for module in runner._forward_pass._layers]
     assert [layer.number for layer in layers] == loaded.sources
     assert [layer.writes_kv for layer in layers] == [True] * 5 + [False] * 3
@@ -56,8 +57,8 @@ def test_the_size_of_a_model_counts_the_layers_of_the_pool(gemma4: Path) -> None
 
 def test_values_that_are_keys_are_stored_beside_them(tmp_path: Path) -> None:
     build_model("gemma4_moe", tmp_path, seed=5)
-    runner = build_runner(tmp_path, kernels="torch", block_size=8)
-    assert runner.info.bytes_per_block == 8 * 4 * 2 * (5 * 2 * 16 + 1 * 32)
+    runner = build_runner(tmp_path, kernels="torch", block_size=8, num_blocks=400)
+    assert runner.info.num_pages * runner.info.page_bytes == 400 * 8 * 4 * 2 * (5 * 2 * 16 + 1 * 32)
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

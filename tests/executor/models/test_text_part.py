@@ -12,6 +12,7 @@ from tests.every_causal_lm import tiny_settings
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
+from tests.model_builders import EXPANDS_LATENTS
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,8 @@ from tests.executor.runners import build_runner
 def test_the_text_part_generates_what_the_whole_model_does(
     kind: str, part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if part == "mistral4" and not EXPANDS_LATENTS:
+        pytest.skip(f"transformers {transformers.__version__} has no method that expands latents")
     made = transformers.CONFIG_MAPPING[kind]
     settings = tiny_settings(transformers.CONFIG_MAPPING[part])
     config = made(

@@ -62,7 +62,10 @@ def test_segments_are_moved_on_every_rank(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gemma4", "llama4", "gpt_oss", "olmo3"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2", "mistral", "gemma2", "gemma4", "llama4", "gpt_oss", "olmo3", "ministral", "glm4_moe", "mistral4"],
+)
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.long
 def test_further_families(family: str, kernels: str, tmp_path: Path) -> None:

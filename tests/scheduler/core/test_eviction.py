@@ -14,6 +14,7 @@ from pagewise_scheduler.core.memory.eviction import (
     REDUNDANT,
     RETAINED_MINUTES,
     TOOL_CALL,
+    Evictable,
     EvictionQueue,
     LeastRecentlyUsed,
     ending,
@@ -157,7 +158,7 @@ class Fixed:
     def order(self, block: CachedBlock) -> float:
         return self._of[block.tokens][1]
 
-    def value(self, block: CachedBlock) -> float:
+    def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         return self._of[block.tokens][2]
 
     def probability(self, block: CachedBlock) -> float:

@@ -12,6 +12,7 @@ from pagewise_scheduler.core.request_report import request_report, seen_by
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import Reset
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.block_hash import adapter_salt
@@ -577,3 +578,25 @@ def test_one_is_no_plural() -> None:
     assert "Nothing of its prompt of 1 token came from the cache" in said
     assert "for its output of 1 token." in said
     assert "1 step was planned" in said
+
+
+def test_a_prefix_without_its_window() -> None:
+    """A prompt leaves the path of another one where no snapshot lies."""
+    player = Player(num_blocks=400, shape=ArenaShape(400, 1, (WindowShape(8, 1),), 64))
+    prompt = list(range(1, 202))
+    cached = player.send(prompt)
+    player.finish(cached)
+    early = player.send([*prompt[:41], *range(500, 520)])
+    player.finish(early)
+    told = player.explain(early)
+    assert told.no_window is not None
+    assert told.no_window.cached_by is not None
+    assert told.no_window.cached_by.request_id == cached.request_id
+    assert (told.no_window.position, told.no_window.tokens, told.lost) == (0, 40, [])
+    assert told.left is not None
+    assert told.left.position == 41
+    assert "40 tokens of its prompt, from token 0 on, had been cached" in text(told)
+    assert seen_by(told, "another", {}).no_window is None
+    later = player.send([*prompt, 7, 7])
+    player.finish(later)
+    assert player.explain(later).no_window is None

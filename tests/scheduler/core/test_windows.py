@@ -2,13 +2,16 @@
 
 import random
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pagewise_scheduler.core.memory_report import executor_report
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.snapshots import MARGIN
+from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
 from tests.scheduler.core.arenas import DISK_NAME, check_arena, check_tokens, create, drive_at_random
@@ -89,6 +92,10 @@ def test_a_snapshot_goes_to_the_host_and_comes_back() -> None:
     for other in range(3):
         begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
     assert executor.num_windows_stored > 0
+    report = executor_report("e", scheduler).tiers["host"]
+    assert [(one.window, one.pages_per_block) for one in report.windows] == [(8, 1), (13, 2)]
+    assert all(one.snapshots for one in report.windows)
+    assert sum((one.cached + one.in_use) * one.pages_per_block for one in report.windows) < report.used <= 1200
     again = begin(scheduler, executor, [*range(200), *first.sequences[0].output_token_ids.tolist(), 7, 7])
     assert sum(again.cached_tokens.values()) == 208
     assert executor.num_loaded + executor.num_windows_loaded > 40
@@ -138,8 +145,25 @@ def test_the_host_keeps_what_snapshots_of_one_path_share_once() -> None:
     assert executor.num_windows_stored < 1.5 * pool.num_used
 
 
-@settings(max_examples=600, deadline=None)
+@pytest.mark.parametrize("eviction", ["lru", "cost"])
+@pytest.mark.parametrize("pages", [1, 20])
+def test_snapshots_go_together_with_their_blocks(pages: int, eviction: EvictionName) -> None:
+    """No block is kept behind which no prompt can begin, but those of the conversation that is being evicted, and the
+    conversation that was used last is kept whole."""
+    scheduler = create(3 * (60 + 20 * pages), 1, (WindowShape(8, pages),), eviction=eviction)
+    executor = executor_for(scheduler)
+    for number in range(1, 9):
+        prompt = [1000 * number + i for i in range(200)]
+        answer = begin(scheduler, executor, prompt, 12).sequences[0].output_token_ids.tolist()
+        leaves = [node for _, node in scheduler.kv.pool.tree.leaves()]
+        assert sum(not scheduler.kv.can_begin(node) for node in leaves) <= 1
+        assert begin(scheduler, executor, [*prompt, *answer, 7, 7]).num_cached_tokens == 208
+    assert scheduler.kv.pool.counters.evicted > 0
+
+
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
+@example(2_918_723_831)  # requests are aborted, and the disk still loads for them
 def test_all_tokens_are_right_whatever_shares_the_arena(seed: int) -> None:
     """Sequences share prefixes, are preempted and aborted, and steps fail, in a small arena."""
     rng = random.Random(seed)

@@ -139,7 +139,8 @@ class PagedLayer(KVLayer):
     """One layer of the KV pool, attached to the attention module of a layer of the model; ``number`` counts them.
 
     ``forward_context.step`` is set before each forward pass. ``attention_chunk``: see ``AttentionShape``.
-    ``writes_kv``: False if an earlier layer of the model, whose K and V this one reads, has written them.
+    ``writes_kv``: False if an earlier layer of the model, whose K and V this one reads, has written them. ``slot``: of
+    the pool in which it lies.
     ``scale_queries``: changes the queries [tokens, heads, head_dim] of the step before they attend; None: nothing does.
     """
 
@@ -147,6 +148,7 @@ class PagedLayer(KVLayer):
     number: int = 0
     attention_chunk: int | None = None
     writes_kv: bool = True
+    slot: int = 0
     scale_queries: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -1,4 +1,7 @@
-"""Attention of a model with several groups of layers: one backend for each slot, as for a model with one group."""
+"""Attention of a model with several groups of layers: one backend for each slot, as for a model with one group.
+
+The Triton backend does this by itself: plans of one kind of layers serve all slots.
+"""
 
 import dataclasses
 from collections.abc import Sequence

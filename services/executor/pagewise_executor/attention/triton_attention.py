@@ -1,6 +1,6 @@
 """Paged attention by the Triton kernels, which read block tables on the device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -18,19 +18,20 @@ from pagewise_kernels.attention import (
     prefill_latents,
 )
 from pagewise_kernels.attention.config import latent_groups
+from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.kv_write import write_kv
 
 from pagewise_executor.attention.backend import AttentionBackend, AttentionShape, BatchTables, PagedLayer
+from pagewise_executor.attention.device_tables import DeviceTables, SlotTables, TableShape, table_shapes
 from pagewise_executor.attention.prefill_libraries import Attend, ChunkTables, PrefillLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
-from pagewise_executor.input_batch import Int32s, Int64s, StepWork
+from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool, Layout
 from pagewise_executor.uploads import Uploads
 
 PlanT = TypeVar("PlanT")
 
 _NOTHING_SHARED = (np.zeros((0, 3), np.int64), np.zeros(0, np.int64))
-_NO_CHANGES = (np.zeros(0, np.int64), np.zeros(0, np.int32))
 
 
 class LayerKind(NamedTuple):
@@ -60,15 +61,18 @@ class LayerKind(NamedTuple):
 class TritonStep:
     """The attention of one step, with the plans that its layers have made so far.
 
-    ``slots`` int64 [tokens]: the slot mapping. ``tables`` int32 [rows, blocks]: the block tables of all rows.
-    ``lengths`` and ``rows`` int32 [decodes]: context lengths and rows of the decodes. ``chunks``: behind the decodes.
-    ``chunk_tables``: for a library, which computes chunks of layers for which there is no plan. ``is_static``: there is
-    a plan for chunks of each kind of layers, whose units change from step to step while ``chunks`` do not.
+    ``slots``: for each slot of the pool the slot mapping int64 [tokens] of its layers. ``tables``: for each slot the
+    block tables of all rows. ``lengths`` and ``rows`` int32 [decodes]: context lengths and rows of the decodes.
+    ``chunks``: behind the decodes. ``chunk_tables``: for a library, which computes chunks of layers for which there is
+    no plan. ``is_static``: there is a plan for chunks of each kind of layers, whose units change from step to step
+    while ``chunks`` do not.
+
+    Plans name rows and tokens, and no blocks. So layers of one kind share them, in whichever slots they lie.
     """
 
     backend: "TritonBackend"
-    slots: torch.Tensor
-    tables: torch.Tensor
+    slots: Sequence[torch.Tensor]
+    tables: Sequence[SlotTables]
     lengths: torch.Tensor
     rows: torch.Tensor
     chunks: list[Chunk]
@@ -84,7 +88,7 @@ class TritonStep:
     ) -> torch.Tensor:  # fmt: skip
         """Write K and V into the pool, and attend: see ``StepAttention``."""
         if layer.writes_kv:
-            write_kv(k, v, layer, self.slots)
+            write_kv(k, v, layer, self.slots[layer.slot])
         return self.attend_written(layer, q, scale, window, softcap, sinks)
 
     def attend_written(
@@ -103,11 +107,13 @@ class TritonStep:
         if layer.latent:
             return self._attend_latents(layer, q, kind, scale)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        decodes = len(self.lengths)
+        decodes, (tables, ring) = len(self.lengths), self.tables[layer.slot]
         if decodes:
             plan = _once(self.decode_plans, kind, self._plan_decodes)
             own, into = q[:decodes], out[:decodes]
-            decode_attention(own, layer, self.tables, plan, out=into, scale=scale, softcap=softcap, sinks=sinks)
+            decode_attention(
+                own, layer, tables, plan, out=into, scale=scale, softcap=softcap, sinks=sinks, ring=ring
+            )  # fmt: skip
         library = None
         if self.chunks and kind not in self.prefill_plans:
             shape = AttentionShape(
@@ -122,17 +128,18 @@ class TritonStep:
             out[decodes:] = attend(q[decodes:], layer.keys, layer.values)
         elif self.chunks:
             chunks = _once(self.prefill_plans, kind, self._plan_prefills)
-            prefill_attention(q, layer, self.tables, chunks, out=out, scale=scale, softcap=softcap, sinks=sinks)
+            prefill_attention(q, layer, tables, chunks, out=out, scale=scale, softcap=softcap, sinks=sinks, ring=ring)
         return out
 
     def _attend_latents(self, layer: PagedLayer, q: torch.Tensor, kind: LayerKind, scale: float) -> torch.Tensor:
         out, decodes = q.new_empty(*q.shape[:2], layer.latent), len(self.lengths)
+        tables, _ = self.tables[layer.slot]  # latents have no windows
         if decodes:
             plan = _once(self.decode_plans, kind, self._plan_decodes)
-            decode_latents(q[:decodes], layer, self.tables, plan, out=out[:decodes], scale=scale)
+            decode_latents(q[:decodes], layer, tables, plan, out=out[:decodes], scale=scale)
         if self.chunks:
             chunks = _once(self.prefill_plans, kind, self._plan_prefills)
-            prefill_latents(q, layer, self.tables, chunks, out=out, scale=scale)
+            prefill_latents(q, layer, tables, chunks, out=out, scale=scale)
         return out
 
     def _plan_decodes(self, kind: LayerKind) -> DecodePlan:
@@ -147,11 +154,10 @@ class TritonStep:
 class TritonBackend(AttentionBackend):
     """Prepares the attention of one model's steps on ``device``, for up to ``num_rows`` rows.
 
-    ``tables`` int32 [num_rows + 1, blocks]: a copy of the input batch's block tables on the device, to which each step
-    sends only the changes. The row behind the others belongs to queries that pad a batch. ``deterministic``: the
-    results do not depend on the batch or on how a prompt is cut into chunks. ``library``: computes the prefill chunks
-    of layers that it supports, except in CUDA graphs; None: the kernels do. ``kinds``: the kinds of layers that have
-    computed so far, in order, and whether the Triton kernel computes their chunks, as far as that is known.
+    ``deterministic``: the results do not depend on the batch or on how a prompt is cut into chunks. ``library``:
+    computes the prefill chunks of layers that it supports, except in CUDA graphs; None: the kernels do. ``shapes``: of
+    the block tables ``tables`` of each group of layers; None: the model has one group. ``kinds``: the kinds of layers
+    that have computed so far, in order, and whether the Triton kernel computes their chunks, as far as that is known.
     """
 
     layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers", "blocks": "blocks"}
@@ -159,26 +165,25 @@ class TritonBackend(AttentionBackend):
 
     def __init__(
         self, device: torch.device, num_rows: int, max_model_len: int, block_size: int, *, deterministic: bool = False,
-        library: PrefillLibrary | None = None,
+        library: PrefillLibrary | None = None, shapes: Sequence[TableShape] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(device)
         self.deterministic, self.library = deterministic, library
+        self._num_rows, self._block_size, self._max_model_len = num_rows, block_size, max_model_len
         self.kinds: dict[LayerKind, bool] = {}
-        self.tables = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int32, device=device)
-        self._max_model_len = max_model_len
+        shapes = shapes or table_shapes(None, max_model_len, block_size, most_tokens=0)
+        self.tables = DeviceTables(shapes, num_rows, block_size, device)
         self.upload = Uploads(device)
         self._plans: dict[LayerKind, DecodePlan] = {}
-        self._changed_tables: list[tuple[int, int, int]] = []
         # The prefixes of the decodes of ``_shared_rows``, none longer than ``_shared_blocks`` blocks.
         self._shared = _NOTHING_SHARED
         self._shared_rows, self._shared_blocks = np.zeros(0, np.int64), 0
 
     def reset(self, batch: BatchTables, pool: KVPool) -> None:
         """Use an empty batch, of which the device's block tables are a copy."""
-        assert len(batch.block_tables) < len(self.tables)
-        assert batch.block_tables.shape[1] == self.tables.shape[1]
+        assert isinstance(batch, InputBatch)
         super().reset(batch, pool)
-        self._changed_tables.clear()
+        self.tables.reset(batch)
         self._shared, self._shared_blocks = _NOTHING_SHARED, 0
 
     def decode_plan(self, kind: LayerKind) -> DecodePlan:
@@ -194,16 +199,20 @@ class TritonBackend(AttentionBackend):
         self.share_prefixes(rows[:decodes], lengths)
         own = [kind for kind, planned in self.kinds.items() if chunks and planned]
         plans = {kind: self.plan_prefills(kind, chunks, torch.from_numpy) for kind in own}
-        where, blocks, slots, of_decodes, *packed = self.upload.together(
-            *self.take_table_changes(),
-            batch.slot_mapping(rows, positions),
+        changes = self.tables.take()
+        slots, of_decodes, *there = self.upload.together(
+            self.tables.slot_mapping(rows, positions),
             np.stack([lengths, rows[:decodes]]).astype(np.int32),
             *(plan.packed for plan in plans.values()),
+            *changes,
         )
-        self.change_tables(where, blocks)
-        for plan, on_device in zip(plans.values(), packed, strict=True):
+        self.tables.change(there[len(plans) :])
+        for plan, on_device in zip(plans.values(), there, strict=False):
             plan.bind(on_device)
-        step = TritonStep(self, slots, self.tables, of_decodes[0], of_decodes[1], chunks, prefill_plans={**plans})
+        own_slots = slots[:, : len(rows)].unbind()
+        step = TritonStep(
+            self, own_slots, self.tables.slots, of_decodes[0], of_decodes[1], chunks, prefill_plans={**plans}
+        )
         step.chunk_tables = ChunkTables(chunks, batch.block_tables, batch.block_size, self.upload)
         return step
 
@@ -243,34 +252,41 @@ class TritonBackend(AttentionBackend):
         for plan in self._plans.values():
             plan.share(*self._shared, self.upload)
 
+    def new_slots(self, num_tokens: int) -> torch.Tensor:
+        """Return the slot mappings of a step of so many tokens, to be filled: int64 [slots, tokens]."""
+        columns = num_tokens + num_tokens % 2  # so that all rows are aligned as kernels expect
+        slots = torch.zeros(len(self.tables.slots), columns, dtype=torch.int64, device=self._device)
+        return slots[:, :num_tokens]
+
+    def fill_inputs(
+        self, rows: torch.Tensor, lengths: torch.Tensor, last_tokens: torch.Tensor, ids: torch.Tensor,
+        positions: torch.Tensor, slots: torch.Tensor, known: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Fill ids and positions [n] and slots [slots, n] on the device, as ``decode_inputs`` does, for all groups."""
+        first = 0
+        for group in self.tables.groups:
+            last = first + len(group.on_device)
+            decode_inputs(
+                rows, lengths, group.on_device, last_tokens, block_size=self._block_size, ids=ids, positions=positions,
+                slots=slots[first:last], known=known, ring=group.ring,
+            )  # fmt: skip
+            first = last
+
     def decode_step(self, slots: torch.Tensor, lengths: torch.Tensor, rows: torch.Tensor) -> TritonStep:
-        """Return the attention of a step of decodes alone, whose inputs are on the device: see ``TritonStep``."""
-        return TritonStep(self, slots, self.tables, lengths, rows, [])
+        """Return the attention of a step of decodes alone, whose inputs are on the device: ``slots`` [slots, decodes],
+        and others of ``TritonStep``."""
+        return TritonStep(self, slots.unbind(), self.tables.slots, lengths, rows, [])
 
     def update_block_tables(self, work: StepWork) -> None:
-        """Note the changes of a step. They are sent to the device with the next step that computes something."""
-        self._changed_tables += work.changed_tables
+        """Note the changes of a step, as ``DeviceTables`` does."""
+        self.tables.note(self._batch, work)
         if any(start < self._shared_blocks for _, start, _ in work.changed_tables):
             self._shared_blocks = 0
-
-    def take_table_changes(self) -> tuple[Int64s, Int32s]:
-        """Return the changes of the block tables since the last call: indices into ``tables``, and blocks [n]."""
-        changed, self._changed_tables = self._changed_tables, []
-        if not changed:
-            return _NO_CHANGES
-        width, tables = self.tables.shape[1], self._batch.block_tables
-        where = np.concatenate([np.arange(row * width + start, row * width + stop) for row, start, stop in changed])
-        return where, np.concatenate([tables[row, start:stop] for row, start, stop in changed])
-
-    def change_tables(self, where: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Apply the changes of ``take_table_changes``, which are on the device now."""
-        if len(where):
-            self.tables.view(-1).index_copy_(0, where, blocks)
 
     def _new_plan(self, kind: LayerKind) -> DecodePlan:
         plan = DecodePlan(
             **kind._asdict(),
-            max_queries=len(self.tables),
+            max_queries=self._num_rows + 1,
             device=self._device,
             deterministic=self.deterministic,
             max_context=self._max_model_len,

@@ -11,7 +11,6 @@ from itertools import product
 
 import numpy as np
 import torch
-from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.sampling import sample
 from pagewise_shared.progress import logged_progress
 
@@ -46,7 +45,7 @@ class DecodeGraphs(GraphedSteps):
 
     def __init__(
         self, forward: Forward, forward_context: ForwardContext, backend: TritonBackend,
-        token_sampler: TritonTokenSampler, last_tokens: torch.Tensor, block_size: int,
+        token_sampler: TritonTokenSampler, last_tokens: torch.Tensor,
         adapters: TritonSlots | None = None,
     ) -> None:  # fmt: skip
         device, num_rows = last_tokens.device, len(last_tokens) - 1
@@ -54,12 +53,12 @@ class DecodeGraphs(GraphedSteps):
         self._forward, self._forward_context = forward, forward_context
         self._backend, self._token_sampler = backend, token_sampler
         self._last_tokens = last_tokens
-        self._block_size = block_size
         self._padding = num_rows
         self._upload = Uploads(device)
         self._inputs = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
         self._rows, self._lengths = self._inputs
-        self._ids, self._positions, self._slots = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+        self._ids, self._positions = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        self._slots = backend.new_slots(num_rows)
         # All graphs write their results here: results of their own would each keep their memory.
         self._logits: torch.Tensor | None = None
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -119,8 +118,9 @@ class DecodeGraphs(GraphedSteps):
         padded[1] = 0
         padded[0, :count], padded[1, :count] = rows, lengths
         self._backend.share_prefixes(rows, lengths)
-        where, blocks, inputs = self._upload.together(*self._backend.take_table_changes(), padded)
-        self._backend.change_tables(where, blocks)
+        tables = self._backend.tables
+        inputs, *changes = self._upload.together(padded, *tables.take())
+        tables.change(changes)
         self._inputs[:, :size].copy_(inputs)
         self._token_sampler.parameters()  # uploads the parameters of new sequences, outside of the graph
         uses = self.adapters is not None and self.adapters.begin_static(adapters, size)
@@ -132,12 +132,9 @@ class DecodeGraphs(GraphedSteps):
 
     def compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a step from the static buffers; return logits [size, vocab] and tokens [size]."""
-        rows, lengths, slots = self._rows[:size], self._lengths[:size], self._slots[:size]
+        rows, lengths, slots = self._rows[:size], self._lengths[:size], self._slots[:, :size]
         ids, positions = self._ids[:size], self._positions[:size]
-        decode_inputs(
-            rows, lengths, self._backend.tables, self._last_tokens, block_size=self._block_size, ids=ids,
-            positions=positions, slots=slots,
-        )  # fmt: skip
+        self._backend.fill_inputs(rows, lengths, self._last_tokens, ids, positions, slots)
         self._forward_context.step = self._backend.decode_step(slots, lengths, rows)
         logits = self._forward(ids, positions)
         tokens = sample(logits, self._token_sampler.parameters(), rows, positions + 1)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from pagewise_kernels.attention import Chunk, StaticPrefillPlan
 from pagewise_kernels.attention.kernel import UNIT_FIELDS
-from pagewise_kernels.decode_inputs import decode_inputs
 from torch import nn
 
 from pagewise_executor.adapters.triton_slots import TritonSlots
@@ -49,6 +48,8 @@ class ModelBody:
 
     def __init__(self, model: nn.Module) -> None:
         body = model.get_decoder()  # type: ignore[operator] # not always the base model: OPT's is ``model.decoder``
+        if body is model:  # Llama 4: the prefix of its base model names a module that it does not have
+            body = model.model
         assert isinstance(body, nn.Module)
         self._forward = body.forward
         self._output: Any = None
@@ -106,14 +107,15 @@ class MixedGraphs(GraphedSteps):
 
     def __init__(
         self, body: ModelBody, head: Head, forward_context: ForwardContext, backend: TritonBackend,
-        last_tokens: torch.Tensor, block_size: int, most_tokens: int, adapters: TritonSlots | None = None,
+        last_tokens: torch.Tensor, most_tokens: int, adapters: TritonSlots | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sizes_up_to(min(most_tokens, LARGEST), LADDER), adapters)
         self._body, self._head, self._forward_context, self._backend = body, head, forward_context, backend
-        self._last_tokens, self._block_size = last_tokens, block_size
+        self._last_tokens = last_tokens
         self._device, self._num_rows = last_tokens.device, len(last_tokens) - 1
         self._upload = Uploads(self._device)
-        self._ids, self._positions, self._slots = torch.zeros(3, self.sizes[-1], dtype=torch.int64, device=self._device)
+        self._ids, self._positions = torch.zeros(2, self.sizes[-1], dtype=torch.int64, device=self._device)
+        self._slots = backend.new_slots(self.sizes[-1])
         self._static: torch.Tensor | None = None
         self._kinds: list[LayerKind] = []
         self._by_size: dict[int, _Size] = {}
@@ -180,10 +182,9 @@ class MixedGraphs(GraphedSteps):
         if work.chunks:
             known[decodes:] = batch.chunk_tokens(work)
         packed = self._packed(size, rows, positions, known, decodes, chunks_of(work))
-        where, blocks, inputs, wanted, *there = self._upload.together(
-            *self._backend.take_table_changes(), packed, kept, *also
-        )
-        self._backend.change_tables(where, blocks)
+        tables = self._backend.tables
+        inputs, wanted, *there = self._upload.together(packed, kept, *also, *tables.take())
+        tables.change(there[len(also) :])
         self._copy(size, inputs)
         uses = self.adapters is not None and self.adapters.begin_static(batch.adapters[rows], size)
         if (graph := self.graphs.get((size, uses))) is not None:
@@ -192,21 +193,20 @@ class MixedGraphs(GraphedSteps):
         else:
             output = self.compute(size)
         with self._body.computed(output):
-            return self._head(self._ids[:size], self._positions[:size], wanted), tuple(there)
+            return self._head(self._ids[:size], self._positions[:size], wanted), tuple(there[: len(also)])
 
     def compute(self, size: int) -> Any:
         """Compute a step from the static buffers; return the output of the body."""
         inputs, plans = self._size(size)
-        ids, positions, slots = self._ids[:size], self._positions[:size], self._slots[:size]
-        decode_inputs(
-            inputs.rows, inputs.lengths, self._backend.tables, self._last_tokens, block_size=self._block_size, ids=ids,
-            positions=positions, slots=slots, known=inputs.known,
-        )  # fmt: skip
+        ids, positions, slots = self._ids[:size], self._positions[:size], self._slots[:, :size]
+        self._backend.fill_inputs(
+            inputs.rows, inputs.lengths, self._last_tokens, ids, positions, slots, known=inputs.known
+        )
         rows = inputs.rows[: len(inputs.decodes)]
         chunks = [Chunk(0, 0, size, self._num_rows)]  # that there are some: which, the plans know
         self._forward_context.step = TritonStep(
-            self._backend, slots, self._backend.tables, inputs.decodes, rows, chunks, prefill_plans={**plans},
-            is_static=True,
+            self._backend, slots.unbind(), self._backend.tables.slots, inputs.decodes, rows, chunks,
+            prefill_plans={**plans}, is_static=True,
         )  # fmt: skip
         return self._body.compute(ids, positions)
 
@@ -261,8 +261,8 @@ class MixedGraphs(GraphedSteps):
         """Return the kinds of layers there are, each of which has units of its own."""
         if not self._backend.kinds:
             nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
-            self._slots[:1] = -1
-            self._forward_context.step = self._backend.decode_step(self._slots[:1], nothing, nothing)
+            slots = self._slots[:, :1].fill_(-1)
+            self._forward_context.step = self._backend.decode_step(slots, nothing, nothing)
             self._body.compute(self._ids[:1], self._positions[:1])
         return list(self._backend.kinds)
 

@@ -5,7 +5,6 @@ PyTorch's results come from the code that serves where there are no Triton kerne
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +19,7 @@ from pagewise_kernels.attention import (
 )
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
-from pagewise_kernels.experts import sum_of_experts
-from pagewise_kernels.kv_layer import FP8
 from pagewise_kernels.kv_write import write_kv
-from pagewise_kernels.launch import interpreted
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LEAST_RANK, LoraLayer, LoraTiles, add_lora, padded_rank
 from pagewise_kernels.matmul import linear
@@ -34,11 +30,12 @@ from pagewise_shared.sampling import SamplingParams
 from torch import nn
 
 from pagewise_executor.adapters.triton_slots import make_tiles
-from pagewise_executor.attention.backend import AttentionShape, ForwardContext, PagedLayer
-from pagewise_executor.attention.torch_attention import attend_chunk
+from pagewise_executor.attention.backend import ForwardContext, PagedLayer
 from pagewise_executor.attention.triton_attention import LayerKind
+from pagewise_executor.kernel_checks.compared import TOLERANCE, Compared
+from pagewise_executor.kernel_checks.mixtures import experts, mxfp4_experts
+from pagewise_executor.kernel_checks.paged_problems import CONTEXTS, empty_layer, paged_problem, sinks_of, stored_in
 from pagewise_executor.kernel_checks.use import KernelUse
-from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.models.operations import HeadNorm, Operations, Rotation, TritonOperations
 from pagewise_executor.models.quantised_linear import QuantisedLinear, ScaledMMLinear
 from pagewise_executor.models.skinny_linear import SkinnyLinear
@@ -46,75 +43,15 @@ from pagewise_executor.sampling.logprobs import compute_logprobs
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.token_sampler import TorchTokenSampler, TritonTokenSampler
 
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2, FP8: 8e-2}
-"""The most by which a result may differ from PyTorch's, as a part of the largest value. Kernels that work stay below a
-quarter of it; one that reads another token, head or tile is wrong by about 1."""
-_CONTEXTS = (3, 20, 70) if interpreted() else (3, 37, 300)
-"""Context lengths in tokens: within a block, over a tile, and over several tiles, whose parts are merged."""
-
-
-class Compared(NamedTuple):
-    """A result of a kernel, PyTorch's, and how far they may be apart, as a part of the largest value; 0: not at all."""
-
-    found: torch.Tensor
-    expected: torch.Tensor
-    tolerance: float = 0.0
-
-
-class _Paged(NamedTuple):
-    """Three sequences in a pool of random K and V, in blocks in random order. ``written``: the content of the pool in
-    float32. ``tables`` int32 [3, blocks]."""
-
-    layer: PagedLayer
-    written: tuple[torch.Tensor, torch.Tensor]
-    tables: torch.Tensor
-
-    def expected(self, q: torch.Tensor, row: int, start: int, shape: AttentionShape) -> torch.Tensor:
-        """Return PyTorch's attention of q [queries, heads, head_dim] from position ``start`` on."""
-        k, v = (t[self.tables[row].long()].flatten(0, 1)[: start + len(q)] for t in self.written)
-        return attend_chunk(
-            q.float(), k, v, start, shape.scale, shape.window, shape.softcap, _sinks(q, shape), shape.attention_chunk
-        )
-
-
-def _sinks(q: torch.Tensor, shape: AttentionShape) -> torch.Tensor | None:
-    """Return sinks [heads] of about the size of scores, if layers of this kind have any."""
-    return torch.linspace(-1, 2, shape.heads, device=q.device) if shape.sinks else None
-
-
-def _empty_layer(use: KernelUse, shape: AttentionShape, num_blocks: int) -> PagedLayer:
-    pool = KVPool([shape.kv_shape], num_blocks, use.block_size, use.kv_dtype, use.device)
-    return PagedLayer(pool.keys[0], pool.values[0], pool.scales[0], attention_chunk=shape.attention_chunk)
-
-
-def _stored(layer: PagedLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V of a layer in float32, as its blocks hold them."""
-    if layer.scales is None:
-        return layer.keys.float(), layer.values.float()
-    keys, values = layer.scales
-    return layer.keys.float() * keys[..., None], layer.values.float() * values[..., None]
-
-
-def _paged(use: KernelUse, shape: AttentionShape) -> _Paged:
-    width = -(-max(_CONTEXTS) // use.block_size)
-    order = torch.randperm(len(_CONTEXTS) * width, generator=torch.Generator().manual_seed(1))
-    layer = _empty_layer(use, shape, len(order))
-    for seed, part in enumerate((layer.keys, layer.values)):
-        part.copy_(use.draw(*part.shape, seed=seed).to(part.dtype))
-    if layer.scales is not None:
-        for seed, part in enumerate(layer.scales):
-            part.copy_(use.draw(*part.shape, seed=seed).float().abs() + 0.5)
-    return _Paged(layer, _stored(layer), order.view(len(_CONTEXTS), width).to(use.device, torch.int32))
-
 
 def _write_kv(use: KernelUse) -> Iterator[Compared]:
     for shape in use.attention:
-        layer, slots = _empty_layer(use, shape, 4), use.ints(2 * use.block_size + 1, 0, use.block_size - 1)
+        layer, slots = empty_layer(use, shape, 4), use.ints(2 * use.block_size + 1, 0, use.block_size - 1)
         k, v = (use.draw(len(slots), shape.kv_heads, shape.head_dim, seed=seed) for seed in range(2))
         v = k[..., -shape.latent :] if shape.latent else v
         write_kv(k, v, layer, slots)
-        for found, expected in zip(_stored(layer), (k, v), strict=True):
-            yield Compared(found.flatten(0, 1)[slots], expected, _TOLERANCE[use.kv_dtype])
+        for found, expected in zip(stored_in(layer), (k, v), strict=True):
+            yield Compared(found.flatten(0, 1)[slots], expected, TOLERANCE[use.kv_dtype])
 
 
 class _Recorder:
@@ -135,7 +72,7 @@ def _rope_write_kv(use: KernelUse) -> Iterator[Compared]:
     cos, sin = angles.cos().to(use.dtype), angles.sin().to(use.dtype)
     weight = use.draw(rows - shape.kv_heads, shape.head_dim, seed=1)
     norm = HeadNorm(weight, 1e-6) if use.has_head_norm else None
-    layer, qkv, recorder = _empty_layer(use, shape, 2), use.draw(3, rows, shape.head_dim), _Recorder()
+    layer, qkv, recorder = empty_layer(use, shape, 2), use.draw(3, rows, shape.head_dim), _Recorder()
     expected = Operations().attend(
         PagedLayer(layer.keys, layer.values, layer.scales, ForwardContext(recorder)), qkv.clone(),
         replace(shape, window=None),
@@ -143,37 +80,38 @@ def _rope_write_kv(use: KernelUse) -> Iterator[Compared]:
     )  # fmt: skip
 
     rope_write_kv(qkv, positions, cos, sin, layer, slots, head_norm=norm.weight if norm else None, eps=1e-6)
-    yield Compared(qkv[:, : shape.heads], expected, _TOLERANCE[use.dtype])
-    for found, written in zip(_stored(layer), recorder.written, strict=True):
-        yield Compared(found.flatten(0, 1)[slots[:2]], written[:2], _TOLERANCE[use.kv_dtype])
+    yield Compared(qkv[:, : shape.heads], expected, TOLERANCE[use.dtype])
+    for found, written in zip(stored_in(layer), recorder.written, strict=True):
+        yield Compared(found.flatten(0, 1)[slots[:2]], written[:2], TOLERANCE[use.kv_dtype])
 
 
 def _decode_attention(use: KernelUse) -> Iterator[Compared]:
     for shape in use.attention:
-        paged = _paged(use, shape)
-        q = use.draw(len(_CONTEXTS), shape.heads, shape.head_dim, seed=2)
+        paged = paged_problem(use, shape)
+        q = use.draw(len(CONTEXTS), shape.heads, shape.head_dim, seed=2)
         plan = DecodePlan(
             **LayerKind.of(shape.heads, paged.layer, shape.window)._asdict(), max_queries=len(q), device=use.device,
-            deterministic=use.deterministic, max_context=max(_CONTEXTS),
+            deterministic=use.deterministic, max_context=max(CONTEXTS),
         )  # fmt: skip
-        plan.plan(use.ints(*_CONTEXTS, dtype=torch.int32))
+        plan.plan(use.ints(*CONTEXTS, dtype=torch.int32))
         if shape.latent:
             found = q.new_empty(*q.shape[:2], shape.latent)
             decode_latents(q, paged.layer, paged.tables, plan, out=found, scale=shape.scale)
         else:
             found = decode_attention(
-                q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=_sinks(q, shape)
-            )
-        for row, length in enumerate(_CONTEXTS):  # apart: the longer the context, the smaller the values
+                q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=sinks_of(q, shape),
+                ring=paged.ring,
+            )  # fmt: skip
+        for row, length in enumerate(CONTEXTS):  # apart: the longer the context, the smaller the values
             own = slice(row, row + 1)
-            yield Compared(found[own], paged.expected(q[own], row, length - 1, shape), _TOLERANCE[use.dtype])
+            yield Compared(found[own], paged.expected(q[own], row, length - 1, shape), TOLERANCE[use.dtype])
 
 
 def _prefill_attention(use: KernelUse) -> Iterator[Compared]:
     for shape in use.attention:
-        paged = _paged(use, shape)
-        chunks = [Chunk(0, 0, _CONTEXTS[1], 1), Chunk(_CONTEXTS[1], _CONTEXTS[2] - 5, 5, 2)]
-        q = use.draw(_CONTEXTS[1] + 5, shape.heads, shape.head_dim, seed=2)
+        paged = paged_problem(use, shape)
+        chunks = [Chunk(0, 0, CONTEXTS[1], 1), Chunk(CONTEXTS[1], CONTEXTS[2] - 5, 5, 2)]
+        q = use.draw(CONTEXTS[1] + 5, shape.heads, shape.head_dim, seed=2)
         plan = PrefillPlan(
             chunks, **LayerKind.of(shape.heads, paged.layer, shape.window)._asdict(), device=use.device,
             deterministic=use.deterministic,
@@ -183,17 +121,18 @@ def _prefill_attention(use: KernelUse) -> Iterator[Compared]:
             prefill_latents(q, paged.layer, paged.tables, plan, out=found, scale=shape.scale)
         else:
             found = prefill_attention(
-                q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=_sinks(q, shape)
-            )
+                q, paged.layer, paged.tables, plan, scale=shape.scale, softcap=shape.softcap, sinks=sinks_of(q, shape),
+                ring=paged.ring,
+            )  # fmt: skip
         for chunk in chunks:
             own = slice(chunk.first, chunk.first + chunk.size)
             expected = paged.expected(q[own], chunk.table, chunk.start, shape)
-            yield Compared(found[own], expected, _TOLERANCE[use.dtype])
+            yield Compared(found[own], expected, TOLERANCE[use.dtype])
 
 
 def _rms_norm(use: KernelUse) -> Iterator[Compared]:
     x, weight = use.draw(3, use.hidden_size), use.draw(use.hidden_size, seed=1)
-    ours, torchs, tolerance = TritonOperations(), Operations(), _TOLERANCE[use.dtype]
+    ours, torchs, tolerance = TritonOperations(), Operations(), TOLERANCE[use.dtype]
     yield Compared(ours.rms_norm(x, weight, 1e-6), torchs.rms_norm(x, weight, 1e-6), tolerance)
     sum_found, sum_expected = (use.draw(3, use.hidden_size, seed=2) for _ in range(2))
     found = ours.rms_norm(x, weight, 1e-6, sum_found)
@@ -207,7 +146,7 @@ def _silu_mul(use: KernelUse) -> Iterator[Compared]:
     size = len(use.gate_up.weight)  # type: ignore[arg-type]
     x = use.draw(3, size)
     found, expected = (each.gated(nn.Identity(), x) for each in (TritonOperations(), Operations()))
-    yield Compared(found, expected, _TOLERANCE[use.dtype])
+    yield Compared(found, expected, TOLERANCE[use.dtype])
 
 
 def _skinny_linear(use: KernelUse) -> Iterator[Compared]:
@@ -218,35 +157,14 @@ def _skinny_linear(use: KernelUse) -> Iterator[Compared]:
         if rows <= layer.few_rows:
             x = use.draw(rows, use.hidden_size)
             product = nn.functional.linear(x, layer.weight, layer.bias)
-            yield Compared(skinny_linear(x, layer.weight, layer.bias), product, _TOLERANCE[use.dtype])
+            yield Compared(skinny_linear(x, layer.weight, layer.bias), product, TOLERANCE[use.dtype])
             expected = Operations().gated(nn.Identity(), product)
-            yield Compared(layer.gated(x), expected, _TOLERANCE[use.dtype])
-
-
-def _experts(use: KernelUse) -> Iterator[Compared]:
-    """Each tile of pairs, of which the number of tokens for each expert decides, as the model's weights take them."""
-    assert use.mixture is not None
-    router, experts = use.mixture
-    gate_up, down = experts.gate_up_proj, experts.down_proj
-    for rows in (1, *(per_expert * len(down) // router.top_k + 1 for per_expert in (16, 64))):
-        x = use.draw(rows, use.hidden_size) / use.hidden_size**0.5
-        logits, weights, chosen = router(x)
-        shares, expected = nn.functional.softmax(logits.float(), dim=-1), torch.zeros_like(x, dtype=torch.float32)
-        largest = shares.topk(router.top_k).values
-        wanted = largest / largest.sum(dim=-1, keepdim=True) if router.normalise else largest
-        yield Compared(weights, wanted, _TOLERANCE[use.dtype])
-        for expert in range(len(down)):
-            token, slot = (chosen == expert).nonzero(as_tuple=True)
-            made = Operations().gated(nn.Identity(), nn.functional.linear(x[token], gate_up[expert]))
-            part = nn.functional.linear(made, down[expert]) * weights[token, slot, None]
-            expected.index_add_(0, token, part.float())
-        found = sum_of_experts(x, gate_up, down, chosen, weights)  # and not the module, which sums over ranks
-        yield Compared(found, expected, _TOLERANCE[use.dtype])
+            yield Compared(layer.gated(x), expected, TOLERANCE[use.dtype])
 
 
 def _linear(use: KernelUse) -> Iterator[Compared]:
     x, weight = use.draw(3, use.hidden_size), use.draw(128, use.hidden_size, seed=1)
-    yield Compared(linear(x, weight), nn.functional.linear(x, weight), _TOLERANCE[use.dtype])
+    yield Compared(linear(x, weight), nn.functional.linear(x, weight), TOLERANCE[use.dtype])
 
 
 def _quantised_linear(use: KernelUse) -> Iterator[Compared]:
@@ -254,7 +172,7 @@ def _quantised_linear(use: KernelUse) -> Iterator[Compared]:
     for layer in use.linears:
         for rows in (1, 3, layer.few_rows + 1) if isinstance(layer, ScaledMMLinear) else (3,):
             x = use.draw(rows, layer.values.shape[1])
-            yield Compared(layer.compute(x), QuantisedLinear.compute(layer, x), _TOLERANCE[use.dtype])
+            yield Compared(layer.compute(x), QuantisedLinear.compute(layer, x), TOLERANCE[use.dtype])
 
 
 def _lora(use: KernelUse) -> Iterator[Compared]:
@@ -268,7 +186,7 @@ def _lora(use: KernelUse) -> Iterator[Compared]:
         if slot >= 0:
             expected[row] += b[slot].float() @ (a[slot].float() @ x[row].float())
     add_lora(x, y, LoraLayer(a, b, (size,)), LoraTiles(tiles, order, LEAST_RANK))
-    yield Compared(y, expected, _TOLERANCE[use.dtype])
+    yield Compared(y, expected, TOLERANCE[use.dtype])
 
 
 def _block_copies(use: KernelUse) -> Iterator[Compared]:
@@ -303,13 +221,13 @@ def _decode_inputs(use: KernelUse) -> Iterator[Compared]:
 
 def _move_tokens(use: KernelUse) -> Iterator[Compared]:
     assert use.rotation is not None
-    paged = _paged(use, use.attention[0])
+    paged = paged_problem(use, use.attention[0])
     layer, (keys, values) = paged.layer, (each.flatten(0, 1) for each in paged.written)
     sources, targets, distances = use.ints(3, 0), use.ints(2 * use.block_size, use.block_size + 1), use.ints(7, 1000)
     cos, sin = use.rotation.angles(distances)
     move_tokens(layer, sources, targets, cos, sin, interleaved=use.rotation.interleaved)
-    moved_keys, moved_values = (each.flatten(0, 1)[targets] for each in _stored(layer))
-    yield Compared(moved_keys, use.rotation.rotate(keys[sources], cos, sin), _TOLERANCE[use.kv_dtype])
+    moved_keys, moved_values = (each.flatten(0, 1)[targets] for each in stored_in(layer))
+    yield Compared(moved_keys, use.rotation.rotate(keys[sources], cos, sin), TOLERANCE[use.kv_dtype])
     yield Compared(moved_values, values[sources])
 
 
@@ -339,7 +257,7 @@ def _logprobs(use: KernelUse) -> Iterator[Compared]:
     tokens = use.ints(0, 1, 2, use.vocab_size - 1)
     for logits in {use.dtype: _logits(use).to(use.dtype), torch.float32: _logits(use)}.values():
         found, expected = (compute(logits, tokens) for compute in (token_logprobs, compute_logprobs))
-        yield Compared(found[0], expected[0], _TOLERANCE[torch.float32])
+        yield Compared(found[0], expected[0], TOLERANCE[torch.float32])
         yield Compared(found[1], expected[1])
 
 
@@ -354,7 +272,7 @@ def _penalise(use: KernelUse) -> Iterator[Compared]:
         for row in rows:
             penalties.join(row, tokens, 2, _PARAMS[row])
         penalties.apply(logits, rows, rows)
-    yield Compared(found, expected, _TOLERANCE[torch.float32])
+    yield Compared(found, expected, TOLERANCE[torch.float32])
 
 
 def _always(_: KernelUse) -> bool:
@@ -375,7 +293,8 @@ KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
     "prefill attention": (_always, _prefill_attention),
     "SiLU": (lambda use: use.gate_up is not None, _silu_mul),
     "linear of few rows": (_has_skinny_linear, _skinny_linear),
-    "mixture of experts": (lambda use: use.mixture is not None, _experts),
+    "mixture of experts": (lambda use: use.mixture is not None, experts),
+    "experts in MXFP4": (lambda use: use.mxfp4 is not None, mxfp4_experts),
     "deterministic linear": (lambda use: use.deterministic, _linear),
     "quantised linear": (lambda use: bool(use.linears), _quantised_linear),
     "LoRA": (lambda use: use.adapter_rank > 0, _lora),

@@ -20,6 +20,7 @@ from torch import nn
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.kernel_checks.kernels import KERNELS, READS_KV, kernels_of
 from pagewise_executor.kernel_checks.use import KernelUse, typical_use, use_of
+from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.quantised_linear import FP8, Inputs, QuantisedLinear, make_fast, quantise
 
@@ -34,14 +35,16 @@ class Checked(NamedTuple):
     seconds: float
 
 
-def check_kernels(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> None:
-    """Check the kernels that an executor with this model uses.
+def check_kernels(
+    config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, pages: PageLayout | None = None
+) -> None:
+    """Check the kernels that an executor with this model uses. ``pages``: see ``use_of``.
 
     Raises:
         ModelError: one of them fails, or computes something else than PyTorch; the text names it.
     """
     began = time.perf_counter()
-    use = use_of(config, loaded, kv_dtype)
+    use = use_of(config, loaded, kv_dtype, pages)
     kernels = kernels_of(use)
     for name in kernels:
         if error := kernel_error(name, use):

@@ -5,17 +5,21 @@ from dataclasses import dataclass, replace
 
 import torch
 from pagewise_kernels.launch import interpreted
+from pagewise_kernels.mxfp4 import BLOCK, Mxfp4Weights
 from pagewise_kernels.skinny_linear import MOST_ROWS
 from pagewise_shared.config.adapter_options import adapter_capacity
 from torch import nn
 
 from pagewise_executor.attention.backend import AttentionShape
+from pagewise_executor.attention.device_tables import table_shapes
 from pagewise_executor.attention.prefill_libraries import with_small_limits
 from pagewise_executor.device_defaults import SizedConfig
+from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.grouped_experts import GroupedExperts, GroupedRouter
 from pagewise_executor.models.loader import LoadedModel
+from pagewise_executor.models.mxfp4_experts import TritonMxfp4Experts
 from pagewise_executor.models.quantised_linear import QuantisedLinear
 from pagewise_executor.models.skinny_linear import SkinnyLinear
 
@@ -29,8 +33,9 @@ class KernelUse:
 
     ``attention``: the kinds of attention layers. ``hidden_size``, ``gate_up``, ``has_head_norm``: of a fused decoder
     layer; 0 if transformers computes the layers, with ``write_kv``; no ``gate_up`` if all layers have experts.
-    ``linears``: quantised linear layers, one of each kind. ``mixture``: router and experts of a layer. ``rotation``: of
-    the keys that segments move. ``adapter_rank``: 0 without adapters.
+    ``linears``: quantised linear layers, one of each kind. ``mixture``: router and experts of a layer. ``mxfp4``:
+    experts in MXFP4, and how many of them a token has. ``rotation``: of the keys that segments move. ``adapter_rank``:
+    0 without adapters. ``rings``: block tables of windowed layers are rings.
     """
 
     device: torch.device
@@ -45,9 +50,11 @@ class KernelUse:
     has_head_norm: bool = False
     linears: tuple[QuantisedLinear, ...] = ()
     mixture: tuple[GroupedRouter, GroupedExperts] | None = None
+    mxfp4: tuple[TritonMxfp4Experts, int] | None = None
     rotation: KeyRotation | None = None
     adapter_rank: int = 0
     deterministic: bool = False
+    rings: bool = False
 
     def draw(self, *sizes: int, seed: int = 0) -> torch.Tensor:
         """Return normal numbers in the model's type; the same for the same seed on every device."""
@@ -59,8 +66,11 @@ class KernelUse:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
-def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> KernelUse:
-    """Return the kernels that a loaded model uses."""
+def use_of(
+    config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype, pages: PageLayout | None = None
+) -> KernelUse:
+    """Return the kernels that a loaded model uses. ``pages``: of a model with several groups of layers."""
+    tables = table_shapes(pages, loaded.max_model_len, config.block_size, config.max_num_batched_tokens)
     shapes = loaded.layers
     layers = [module for module in loaded.model.modules() if isinstance(module, FusedDecoderLayer)]
     return KernelUse(
@@ -73,9 +83,11 @@ def use_of(config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> K
         has_head_norm=bool(layers) and layers[0].head_norm is not None,
         linears=_linears(loaded.model),
         mixture=next(_mixtures(layers), None),
+        mxfp4=next(_mxfp4_experts(loaded.model), None),
         rotation=loaded.rotations[0] if loaded.rotations and not shapes[0].latent else None,
         adapter_rank=adapter_capacity(config).max_rank,
         deterministic=config.deterministic,
+        rings=any(shape.ring for shape in tables),
     )  # fmt: skip
 
 
@@ -95,6 +107,12 @@ def _mixtures(layers: list[FusedDecoderLayer]) -> Iterator[tuple[GroupedRouter, 
             experts = layer.mlp.experts
             assert isinstance(experts, GroupedExperts)
             yield router, experts
+
+
+def _mxfp4_experts(model: nn.Module) -> Iterator[tuple[TritonMxfp4Experts, int]]:
+    for module in model.modules():
+        if isinstance(experts := getattr(module, "experts", None), TritonMxfp4Experts):
+            yield experts, int(module.router.top_k)  # type: ignore[union-attr, arg-type]
 
 
 def typical_use(device: torch.device) -> KernelUse:
@@ -118,6 +136,16 @@ def typical_use(device: torch.device) -> KernelUse:
     gate_up.weight = nn.Parameter(use.draw(gate_up.out_features, hidden), requires_grad=False)
     experts, inner = (4, 32) if small else (16, 512)
     router = GroupedRouter(use.draw(experts, hidden), 2, True, dtype)
-    return replace(
-        use, mixture=(router, GroupedExperts(use.draw(experts, 2 * inner, hidden), use.draw(experts, hidden, inner)))
+    mixture = router, GroupedExperts(use.draw(experts, 2 * inner, hidden), use.draw(experts, hidden, inner))
+    mxfp4 = TritonMxfp4Experts(
+        _drawn_mxfp4(use, experts, 2 * inner, hidden), _drawn_mxfp4(use, experts, hidden, inner), 7.0, 1.702
     )
+    return replace(use, mixture=mixture, mxfp4=(mxfp4, 2))
+
+
+def _drawn_mxfp4(use: KernelUse, experts: int, outs: int, ins: int) -> Mxfp4Weights:
+    blocks, scales = (
+        torch.randint(*span, (experts, outs, ins // BLOCK, *more), dtype=torch.uint8, device=use.device)
+        for span, more in (((0, 256), (BLOCK // 2,)), ((120, 124), ()))
+    )
+    return Mxfp4Weights(blocks, scales, use.draw(experts, outs))

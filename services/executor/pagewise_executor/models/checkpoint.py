@@ -12,6 +12,7 @@ from torch import nn
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.long_rope import FixedRope
+from pagewise_executor.models.mxfp4_experts import Mxfp4Experts
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, Scheme
 from pagewise_executor.models.quantised_linear import FP8, QuantisedLinear, QuantisedWeight
 from pagewise_executor.models.shards import Shards, UnknownShardError, vocabulary_names
@@ -181,7 +182,7 @@ def _tensors_of(
 
 
 _FLOATS = FLOATS - {"F64"}
-_TYPES = {FP8: {"F8_E4M3"}, torch.int8: {"I8"}, torch.int32: {"I32"}, torch.int64: {"I64"}}
+_TYPES = {FP8: {"F8_E4M3"}, torch.int8: {"I8"}, torch.uint8: {"U8"}, torch.int32: {"I32"}, torch.int64: {"I64"}}
 
 
 class StoredTensor(NamedTuple):
@@ -279,13 +280,13 @@ def place_whole(model: nn.Module, whole: nn.Module) -> None:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
-    """Return the weights and scales of all stored layers of a model, by their names."""
+    """Return the weights and scales of all stored layers and experts of a model, by their names."""
     return {
         f"{name}.{own}": StoredTensor(weight.dtype, list(weight.shape), frozenset(_TYPES.get(weight.dtype, _FLOATS)))
         for name, module in model.named_modules()
-        if isinstance(module, StoredLinear)
+        if isinstance(module, StoredLinear | Mxfp4Experts)
         for own, weight in module.named_parameters()
-        if own != "bias"
+        if not own.endswith("bias")
     }
 
 

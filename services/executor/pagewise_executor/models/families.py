@@ -98,9 +98,13 @@ def llama_checkpoint(
     except NotReadableError as error:
         if quantised is None:
             log.info("transformers loads %s, which takes seconds more: %s", config.model, error)
-        elif json.loads((path / "config.json").read_text()).get("model_type") not in FAMILIES:
+        elif not quantised.mxfp4 and _model_type(path) not in FAMILIES:
             raise _not_served(config, error) from error
         return None
+
+
+def _model_type(path: Path) -> Any:
+    return json.loads((path / "config.json").read_text()).get("model_type")
 
 
 def family_checkpoint(

@@ -1,5 +1,6 @@
 """Mixtures of experts by Triton kernels, in place of modules of transformers: router and experts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,3 +56,26 @@ def make_grouped(model: nn.Module, within: str) -> None:
             normalise = always or bool(block.gate.norm_topk_prob)
             block.gate = GroupedRouter(block.gate.weight.detach(), int(block.gate.top_k), normalise, dtype)
             block.experts = GroupedExperts(block.experts.gate_up_proj.detach(), block.experts.down_proj.detach())
+
+
+def sum_one_by_one(
+    compute: Callable[[int, torch.Tensor], torch.Tensor],
+    count: int,
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return the weighted sums [tokens, hidden] of the outputs of ``count`` experts, computed one after the other.
+
+    ``compute``: maps the number of an expert and the rows of its tokens to its outputs. On a GPU this waits for the
+    device, because the host has to know how many tokens each expert has.
+    """
+    result = torch.zeros_like(x)
+    order = chosen.flatten().argsort(stable=True)
+    sizes = chosen.flatten().bincount(minlength=count).tolist()
+    for expert, chosen_at in enumerate(torch.split(order, sizes)):
+        if len(chosen_at):
+            rows = chosen_at // chosen.shape[1]
+            made = compute(expert, x[rows]) * weights.flatten()[chosen_at, None]
+            result.index_add_(0, rows, made.to(x.dtype))
+    return result

@@ -35,7 +35,7 @@ from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.preparation import prepare
-from pagewise_executor.models.quantised_checkpoint import read_quantisation
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.recurrent import RecurrentLayer, check_recurrent
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
@@ -110,7 +110,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         ModelError: the model cannot be found, read or run; the text says why.
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
-    quantised = read_quantisation(config.model, path, config.kv_dtype)
+    quantised = _kept(read_quantisation(config.model, path, config.kv_dtype), ranks)
     files = list(headers := checked_headers(weight_files(config.model, path)))
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
@@ -119,12 +119,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     check_supported(config.model, model_config, text)
     check_latents(config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
-    recurrent: list[RecurrentLayer] = []
-    if checkpoint is None:
-        trust = config.trust_remote_code
-        recurrent = try_without_weights(config.model, model_config, dtype, trust_remote_code=trust).recurrent
-    if recurrent:
-        check_recurrent(config, device, ranks.size)
+    recurrent = _recurrent_layers(config, model_config, dtype, device, ranks) if checkpoint is None else []
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)
@@ -167,6 +162,26 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         rotations=[rotation for layer, rotation in enumerate(rotations) if sources[layer] == layer],
         no_segments=no_segments, ranks=ranks, shards=shards, rope=rope, sources=sources, recurrent=recurrent,
     )  # fmt: skip
+
+
+def _recurrent_layers(
+    config: ExecutorConfig, model_config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks
+) -> list[RecurrentLayer]:
+    """Try a model without weights, and return its recurrent layers.
+
+    Raises:
+        ModelError: it would not be served right.
+    """
+    trust = config.trust_remote_code
+    found = try_without_weights(config.model, model_config, dtype, trust_remote_code=trust).recurrent
+    if found:
+        check_recurrent(config, device, ranks.size)
+    return found
+
+
+def _kept(quantised: QuantisedCheckpoint | None, ranks: Ranks) -> QuantisedCheckpoint | None:
+    """Return how weights are kept: of experts in MXFP4 each of several ranks reads its part in the model's type."""
+    return None if quantised is not None and quantised.mxfp4 and not ranks.alone else quantised
 
 
 def _key_rotations(

@@ -158,8 +158,9 @@ class TritonOperations(Operations):
         assert rotation.positions is not None
         weight, eps = head_norm if head_norm is not None else (None, 0.0)
         self._rope_write_kv(
-            qkv, rotation.positions, rotation.cos, rotation.sin, layer, step.slots, head_norm=weight, eps=eps
-        )
+            qkv, rotation.positions, rotation.cos, rotation.sin, layer, step.slots[layer.slot], head_norm=weight,
+            eps=eps,
+        )  # fmt: skip
         return step.attend_written(layer, qkv[:, : shape.heads], shape.scale, shape.window)
 
 

@@ -20,6 +20,7 @@ from pagewise_executor.models.cpu_mixtures import pack_mixtures
 from pagewise_executor.models.few_rows import make_skinny
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers, sum_of_one
 from pagewise_executor.models.grouped_experts import make_grouped
+from pagewise_executor.models.mxfp4_experts import make_mxfp4_fast
 from pagewise_executor.models.operations import CpuOperations, Operations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.quantised_linear import FP8, make_fast, quantise_linears, report
@@ -50,7 +51,7 @@ def prepare(
 
     Raises:
         ModelError: the model cannot be deterministic. OSError, RuntimeError: of ``read``.
-        ValueError: a linear layer cannot be quantised.
+        ValueError: a linear layer cannot be quantised, or the kernels cannot compute experts in MXFP4.
     """
     operations = _OPERATIONS[kernels]()
     reduce = ranks.reduce_in_order if config.deterministic else ranks.reduce
@@ -79,6 +80,7 @@ def _replace_linears(
     config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str, *, alone: bool
 ) -> int:
     make_fast(model, kernels, device, part)
+    make_mxfp4_fast(model, kernels, part)
     if kernels == "triton":
         if not config.deterministic:
             make_skinny(model, part)

@@ -1,7 +1,7 @@
 """Reads from config.json how the weights of a checkpoint are quantised, and refuses unsupported schemes by name.
 
 Two forms are read: compressed-tensors, as llm-compressor writes it, and ``quant_method: fp8``, which DeepSeek and Qwen
-(scales per block) and AutoFP8 (scales per tensor) write. transformers reads the experts of gpt-oss, which are in MXFP4.
+(scales per block) and AutoFP8 (scales per tensor) write. The experts of gpt-oss are in MXFP4.
 docs/quantization.md lists all of them.
 """
 
@@ -100,13 +100,15 @@ class QuantisedCheckpoint:
     """How the linear layers of a checkpoint are stored. ``name``: of the model, for errors.
 
     ``unread``: the names of tensors that are not read: zero points, which are zero in symmetric quantisation, scales of
-    a KV cache, and the frequencies of RoPE.
+    a KV cache, and the frequencies of RoPE. ``mxfp4``: the experts are stored in MXFP4, and nothing else is quantised.
     """
 
     unread = re.compile(r"\.((weight|input|output|[qkv])_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq)$")
 
-    def __init__(self, name: str, groups: list[tuple[list[str], Scheme]], ignore: list[str], strict: bool) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, groups: list[tuple[list[str], Scheme]], ignore: list[str], strict: bool, mxfp4: bool = False
+    ) -> None:
+        self.name, self.mxfp4 = name, mxfp4
         self._strict = strict
         # The first entry that means a layer decides.
         self._schemes: list[tuple[re.Pattern[str], Scheme | None]] = [(_pattern(entry), None) for entry in ignore]
@@ -130,7 +132,7 @@ class QuantisedCheckpoint:
 
 
 def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoint | None:
-    """Return how the checkpoint in the folder ``path`` is quantised, None if it is not, or transformers converts it.
+    """Return how the checkpoint in the folder ``path`` is quantised, None if it is not.
 
     ``name``: of the model. ``kv_dtype``: the option, for the warning about a scheme for the KV cache.
 
@@ -155,8 +157,8 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
             case "fp8":
                 return _fp8(name, msgspec.convert(found, _Fp8), kv_dtype)
             case "mxfp4" if settings.model_type == "gpt_oss":
-                log.info("%s has experts in MXFP4, which are converted to the model's type when they are loaded", name)
-                return None
+                log.info("%s has experts in MXFP4: one rank keeps them in four bits, several convert them", name)
+                return QuantisedCheckpoint(name, [], [], strict=False, mxfp4=True)
             case _:
                 raise _UnsupportedError
     except (_UnsupportedError, msgspec.ValidationError) as error:

@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pagewise_executor.models.checkpoint import Checkpoint
+from pagewise_executor.models.grouped_experts import sum_one_by_one
 from pagewise_executor.models.long_rope import fix_rope
+from pagewise_executor.models.mxfp4_experts import place_mxfp4
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.weight_files import Headers
 
@@ -51,7 +53,8 @@ FAMILIES: dict[str, _Family] = {
 
 
 class FamilyCheckpoint(Checkpoint):
-    """The weight files of a model of one of these families, and the model without weights and without images.
+    """The weight files of a model of one of these families, or of gpt-oss with experts in MXFP4, and the model without
+    weights and without images.
 
     ``config``: of transformers. ``Checkpoint`` describes the other arguments and the errors.
 
@@ -70,14 +73,23 @@ class FamilyCheckpoint(Checkpoint):
         max_model_len: int,
     ) -> None:
 
-        family, text = FAMILIES[config.model_type], config.get_text_config(decoder=True)
+        family, text = FAMILIES.get(config.model_type), config.get_text_config(decoder=True)
         tied = bool(text.tie_word_embeddings)
         model = _empty(text, device, dtype)
-        for path, module in list(model.named_modules()):
-            if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-                model.set_submodule(path, Experts(module, family.experts))
-        super().__init__(name, model, headers, device, quantised, tied=tied, named=family.named)
+        if family is None:
+            place_mxfp4(model)
+        else:
+            _place_experts(model, family.experts)
+        named = str if family is None else family.named
+        super().__init__(name, model, headers, device, quantised, tied=tied, named=named)
         self.rope = fix_rope(model, max_model_len)
+
+
+def _place_experts(model: nn.Module, names: tuple[str, str, str]) -> None:
+    """Give each expert of a model linear layers of its own; ``names``: of those for gate, up and down."""
+    for path, module in list(model.named_modules()):
+        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            model.set_submodule(path, Experts(module, names))
 
 
 class Experts(nn.ModuleList):
@@ -98,18 +110,9 @@ class Experts(nn.ModuleList):
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Map x [tokens, hidden] to the weighted sums [tokens, hidden] of the outputs of each token's experts.
 
-        ``chosen`` int64 [tokens, k]: the experts. ``weights`` [tokens, k]: of the experts. On a GPU this waits for the
-        device, because the host has to know how many tokens each expert has.
+        ``chosen`` int64 [tokens, k]: the experts. ``weights`` [tokens, k]: of the experts.
         """
-        result = torch.zeros_like(x)
-        order = chosen.flatten().argsort(stable=True)
-        sizes = chosen.flatten().bincount(minlength=len(self)).tolist()
-        for expert, chosen_at in zip(self, torch.split(order, sizes), strict=True):
-            if len(chosen_at):
-                rows = chosen_at // chosen.shape[1]
-                made = expert(x[rows]) * weights.flatten()[chosen_at, None]
-                result.index_add_(0, rows, made.to(x.dtype))
-        return result
+        return sum_one_by_one(lambda expert, rows: self[expert](rows), len(self), x, chosen, weights)
 
 
 class _Expert(nn.Module):

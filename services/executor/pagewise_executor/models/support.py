@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 SERVED = (
     "served are Llama, Llama 4, Mistral, Mixtral, Qwen2, Qwen3 and their MoEs, Gemma 2, 3 and 4, gpt-oss, Phi-3, "
-    "GPT-2, GPT-NeoX, OPT, DeepSeek V2 and V3, GLM-4.7-Flash, and models that compute alike"
+    "GPT-2, GPT-NeoX, OPT, DeepSeek V2 and V3, GLM-4.7-Flash, Qwen3-Next, Qwen3.5, Nemotron-H, Granite 4, Falcon-H1, "
+    "LFM2, Kimi-Linear, and models that compute alike"
 )
 """The families with a test, as a part of a sentence."""
 

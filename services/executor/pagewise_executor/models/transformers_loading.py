@@ -110,12 +110,8 @@ def load_with_transformers(
                 trust_remote_code=config.trust_remote_code,
                 ignore_mismatched_sizes=True,  # they are reported with the others
                 output_loading_info=True,
-                **(conversion := _conversion(part)),
             )
             model, differences = loaded[0], differences_of(loaded[1])
-            if conversion:  # transformers 5.13 converts to bfloat16, whatever the type of the model is
-                for weight in model.parameters():
-                    weight.data = weight.data.to(dtype) if weight.dtype == torch.bfloat16 else weight.data
         else:
             model, shards, differences = _load_part(
                 config, whole, part, headers, dtype, ranks, text_name if is_text_part(path, part) else str
@@ -127,14 +123,6 @@ def load_with_transformers(
     check_values(config.model, dict(model.named_parameters()), headers)
     absorb_latents(model)
     return model, shards, rope
-
-
-def _conversion(config: Any) -> dict[str, Any]:
-    """Return the option with which transformers converts experts in MXFP4 to the model's type, if there are any."""
-    from transformers import Mxfp4Config  # type: ignore[attr-defined]
-
-    settings = getattr(config, "quantization_config", None) or {}
-    return {"quantization_config": Mxfp4Config(dequantize=True)} if settings.get("quant_method") == "mxfp4" else {}
 
 
 def _load_text(
@@ -190,7 +178,7 @@ def _load_part(
     """
     from pagewise_executor.attention.paged import NAME
 
-    mxfp4 = bool(_conversion(part))
+    mxfp4 = (getattr(part, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
     complete, empty = _skeletons(config, whole, part, dtype)
     vocabulary = vocabulary_names(complete)
     shards = Shards(ranks, division_plan(complete, vocabulary), vocabulary)

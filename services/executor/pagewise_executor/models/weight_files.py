@@ -193,7 +193,7 @@ def check_weights(
     free = free_memory(device)
     if device.type == "cpu":
         free = (free + _swap()) // ranks
-    size = _stored_bytes(headers) if stored else weight_bytes(headers, dtype, config.quantization)
+    size = _stored_bytes(headers, dtype) if stored else weight_bytes(headers, dtype, config.quantization)
     if size // ranks <= free:
         return
     kind = f"in {str(dtype).removeprefix('torch.')}" if config.quantization == "none" else f"in {config.quantization}"
@@ -206,20 +206,25 @@ def check_weights(
     )
 
 
-def weight_bytes(headers: Headers, dtype: torch.dtype, quantization: Literal["none", "int8", "fp8"] = "none") -> int:
+def weight_bytes(
+    headers: Headers,
+    dtype: torch.dtype,
+    quantization: Literal["none", "int8", "fp8"] = "none",
+    *,
+    keeps_mxfp4: bool = False,
+) -> int:
     """Return the bytes of all weights as ``dtype``, with linear layers in eight bits if they are quantised.
 
-    Weights in MXFP4, two in a byte, are converted to ``dtype``, and their scales go into them.
+    Weights in MXFP4, two in a byte, are converted to ``dtype``, and their scales go into them, unless they are kept.
     """
     total = 0
     for name, tensor in chain.from_iterable(header.items() for header in headers.values()):
-        if name.endswith(MXFP4_WEIGHTS) and tensor.dtype == "U8":
-            total += 2 * math.prod(tensor.shape) * dtype.itemsize
-            continue
-        if name.endswith(MXFP4_SCALES) and tensor.dtype == "U8":
+        count = math.prod(tensor.shape)
+        if tensor.dtype == "U8" and name.endswith((MXFP4_WEIGHTS, MXFP4_SCALES)):
+            total += count if keeps_mxfp4 else 2 * count * dtype.itemsize * name.endswith(MXFP4_WEIGHTS)
             continue
         linear = len(tensor.shape) >= 2 and not any(part in name for part in _EMBEDDINGS)
-        total += math.prod(tensor.shape) * (1 if linear and quantization != "none" else dtype.itemsize)
+        total += count * (1 if linear and quantization != "none" else dtype.itemsize)
     return total
 
 
@@ -249,9 +254,11 @@ def _what_fits(
     return f"take a smaller model, or a machine with more than {size_text(least)} for it"
 
 
-def _stored_bytes(headers: Headers) -> int:
+def _stored_bytes(headers: Headers, dtype: torch.dtype) -> int:
+    """Return the bytes of all tensors as they are stored, but those in 16 bits as ``dtype``."""
     tensors = chain.from_iterable(header.values() for header in headers.values())
-    return sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors)
+    widening = {"BF16": dtype.itemsize // 2, "F16": dtype.itemsize // 2}
+    return sum((one.data_offsets[1] - one.data_offsets[0]) * widening.get(one.dtype, 1) for one in tensors)
 
 
 def _swap() -> int:

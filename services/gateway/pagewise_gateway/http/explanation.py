@@ -9,6 +9,7 @@ from pagewise_shared.reports import (
     LeftPrefix,
     LostPrefix,
     Move,
+    NoWindow,
     OtherCache,
     RequestName,
     RequestReport,
@@ -171,6 +172,8 @@ def _cache(report: RequestReport) -> Iterator[str]:
     )
     if report.not_asked:
         yield "The cache was not used, because log-probabilities of the prompt come from computing it."
+    if report.no_window is not None:
+        yield _no_window(report.no_window)
     for lost in report.lost:
         yield _lost(lost)
     if report.left is not None:
@@ -185,6 +188,14 @@ def _other(other: OtherCache) -> str:
         return f"{begin} another cache salt or API key {by}, whose KV this request may not use."
     of = f"the adapter {other.adapter}" if other.adapter else "the model without an adapter"
     return f"{begin} {of} {by}, whose KV differs."
+
+
+def _no_window(lacks: NoWindow) -> str:
+    return (
+        f"{_tokens(lacks.tokens)} of its prompt, from token {lacks.position:,} on, had been cached, the last by "
+        f"{_name(lacks.cached_by)}, but no sequence can begin behind them: the KV of the layers that see a window was "
+        "not kept there, or was evicted."
+    )
 
 
 def _left(left: LeftPrefix) -> str:

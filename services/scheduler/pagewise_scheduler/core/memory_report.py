@@ -19,7 +19,7 @@ from pagewise_scheduler.core.console.prefixes import TreeWalk, saved_blocks
 from pagewise_scheduler.core.request_report import Room, request_report
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Link
-from pagewise_scheduler.core.tiers.windows import WindowGroup
+from pagewise_scheduler.core.tiers.snapshots import SnapshotPool
 
 _MOST_PEERS = 1024
 
@@ -44,7 +44,12 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
             [_group_report(group) for group in kv.windows],
         ),
         tiers={
-            tier_name(tier.number): TierReport(*tier.memory, tier.num_arriving, tier.costs.load.num_loading)
+            tier_name(tier.number): TierReport(
+                *tier.memory,
+                tier.num_arriving,
+                tier.costs.load.num_loading,
+                [_group_report(one.below) for one in kv.windows if one.below and one.below.tier == tier.number],
+            )
             for tier in pool.lower
         },
         running=scheduler.num_running,
@@ -58,7 +63,7 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
     )
 
 
-def _group_report(group: WindowGroup) -> WindowReport:
+def _group_report(group: SnapshotPool) -> WindowReport:
     num_used, num_cached = group.num_used, group.num_cached
     return WindowReport(
         group.window, group.chunked, group.pages_per_block, num_cached, num_used - num_cached, len({*group.at.values()})

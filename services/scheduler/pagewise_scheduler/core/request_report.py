@@ -18,7 +18,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 
-CachedT = TypeVar("CachedT", reports.LeftPrefix, reports.OtherCache)
+CachedT = TypeVar("CachedT", reports.NoWindow, reports.LeftPrefix, reports.OtherCache)
 
 _MOST_OUTPUTS = 64
 """Outputs of a request whose blocks are counted for its line: it may have thousands."""
@@ -159,6 +159,7 @@ def seen_by(report: RequestReport, key: str, names: Mapping[str, str]) -> Reques
         ahead=_own_ahead(report.ahead, key),
         computes_prefix=_own(report.computes_prefix, key),
         lost=[replace(one, taker=_own(one.taker, key)) for one in report.lost if _own(one.cached_by, key)],
+        no_window=_if_own(report.no_window, key),
         left=_if_own(report.left, key),
         other_cache=_if_own(report.other_cache, key),
     )
@@ -349,6 +350,8 @@ def _moves(request: Request) -> list[reports.Move]:
 
 def _add_missed(report: RequestReport, missed: MissedPrefix, since_1970: float) -> None:
     """Say why a part of the prompt was not cached."""
+    if (lacks := missed.no_window) is not None:
+        report.no_window = reports.NoWindow(lacks.position, lacks.tokens, _name(lacks.cached_by))
     position = missed.found
     causes: list[tuple[object, ...]] = []
     for run, tokens in missed.lost:

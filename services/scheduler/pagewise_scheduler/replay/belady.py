@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 
-from pagewise_scheduler.core.memory.eviction import LeastRecentlyUsed
+from pagewise_scheduler.core.memory.eviction import Evictable, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.replay.traces import TraceRequest
 
@@ -31,7 +31,7 @@ class Belady(LeastRecentlyUsed):
         """The later the next use, the lower."""
         return -self._next_use(block)
 
-    def value(self, block: CachedBlock) -> float:
+    def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         """The order."""
         return self.order(block)
 

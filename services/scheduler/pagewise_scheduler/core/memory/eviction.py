@@ -32,14 +32,17 @@ def ending(num_output_tokens: int, *, retention: float = 0.0, tool_call: bool = 
     return BATCH if priority > 0 else min(num_output_tokens.bit_length() // 2, PREEMPTED - 1)
 
 
-REDUNDANT, NEAREST = 0, 1
-"""The ranks of evictable blocks: a higher tier has the content as well; or this is the highest tier that has it."""
+REDUNDANT, NEAREST, SHIELDED = range(3)
+"""The ranks of evictable blocks. Redundant ones are lost at no cost: a higher tier has the content as well, or no hit
+can use it. Else this is the highest tier that has it. Shielded blocks stay as long as the snapshot behind them."""
 
 
 class Evictable(Protocol):
-    """Memory that is evicted as a unit. ``last_used``: the tick of its last release."""
+    """Memory that is evicted as a unit. ``last_used``: the tick of its last release. ``kind``: a class that predicts
+    its next use."""
 
     last_used: int
+    kind: int
 
 
 EvictableT = TypeVar("EvictableT", bound=Evictable)
@@ -83,8 +86,11 @@ class EvictionPolicy(Protocol):
         """Its place within the group; the lowest goes first."""
         ...
 
-    def value(self, block: CachedBlock) -> float:
-        """The value of the first block of a group now; the group with the lowest value gives up its first block."""
+    def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
+        """The value of the first block of a group now; the group with the lowest value gives up its first block.
+
+        ``use``: whose class and last use count, if not the block's: a snapshot at its end.
+        """
         ...
 
     def probability(self, block: CachedBlock) -> float:
@@ -117,9 +123,9 @@ class LeastRecentlyUsed:
         """The tick."""
         return block.last_used
 
-    def value(self, block: CachedBlock) -> float:
+    def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         """The tick."""
-        return block.last_used
+        return (use or block).last_used
 
     def probability(self, block: CachedBlock) -> float:
         """Nothing is known."""
@@ -160,9 +166,10 @@ class CostAware:
         """The tick of its last release."""
         return block.last_used
 
-    def value(self, block: CachedBlock) -> float:
+    def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         """The seconds that keeping the block saves, per unit of time (one block that comes into the caches)."""
-        return self._history.density(block.kind, block.last_used) * self._seconds(block)
+        use = use or block
+        return self._history.density(use.kind, use.last_used) * self._seconds(block)
 
     def probability(self, block: CachedBlock) -> float:
         """How likely the block is used again."""

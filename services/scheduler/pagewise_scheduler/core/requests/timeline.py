@@ -166,15 +166,26 @@ class OtherSalt(NamedTuple):
     cached_by: RequestRef | None
 
 
+class NoWindow(NamedTuple):
+    """Cached ``tokens`` from ``position`` on behind which no sequence can begin: the KV of windowed layers there is
+    cached nowhere. ``cached_by``: the request that computed the last of them."""
+
+    position: int
+    tokens: int
+    cached_by: RequestRef | None
+
+
 @dataclass(slots=True)
 class MissedPrefix:
     """Why nothing is cached of a prompt behind its first ``found`` tokens, when it first ran.
 
+    ``no_window``: the last of them, if they could not be used.
     ``lost``: runs of blocks that had been cached there, as far as they are remembered, each with its number of tokens.
     ``not_asked``: the cache was not used, because log-probabilities of the prompt come from computing it.
     """
 
     found: int
+    no_window: NoWindow | None = None
     lost: list[tuple[LostRun, int]] = field(default_factory=list)
     divergence: Divergence | None = None
     other_salt: OtherSalt | None = None

@@ -1,7 +1,7 @@
-"""Why a prompt's prefix was not cached when it first ran: evicted, different tokens, or another cache salt."""
+"""Why a prompt's prefix was not cached when it first ran: evicted, no window, different tokens, or another salt."""
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
 from operator import eq
 from typing import Literal
 
@@ -10,7 +10,7 @@ from pagewise_shared.block_hash import is_adapter_salt, without_rope
 from pagewise_scheduler.core.memory.eviction_history import LostRun, key_after, key_of, root_key
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import RequestSequence
-from pagewise_scheduler.core.requests.timeline import Divergence, MissedPrefix, OtherSalt
+from pagewise_scheduler.core.requests.timeline import Divergence, MissedPrefix, NoWindow, OtherSalt
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 
 _LEAST_TOKENS = 2
@@ -20,16 +20,25 @@ _COMPARED_BLOCKS = 16
 _BLOCKS_BEYOND = 4096
 
 
-def find_missed(kv: KVCacheManager, sequence: RequestSequence, last_node: CachedBlock | None) -> MissedPrefix | None:
+def find_missed(
+    kv: KVCacheManager, sequence: RequestSequence, last_node: CachedBlock | None, path: Sequence[CachedBlock] = ()
+) -> MissedPrefix | None:
     """The reason why no more of the prefix of a starting sequence is cached; None: none is known.
 
-    ``last_node``: the last block of it that is cached, in any tier. Takes a few look-ups, and one for each block that
-    was evicted or is cached under another salt: less than computing these blocks by orders of magnitude.
+    ``last_node``: the last block of it that is cached, in any tier, and behind which a sequence can begin. ``path``: of
+    a model with windowed layers, all of its blocks in the prefix tree. Takes a few look-ups, and one for each block
+    that is unusable, was evicted or is cached under another salt: less than computing these blocks by orders of
+    magnitude.
     """
     size, request = kv.block_size, sequence.request
-    found = 0 if last_node is None else last_node.depth
+    usable = 0 if last_node is None else last_node.depth
+    unusable = [*takewhile(lambda node: node.num_tiers, path[usable:])]
+    found = usable + len(unusable)
     most = (sequence.num_tokens - 1) // size
     missed = MissedPrefix(found * size)
+    if unusable:
+        last_node = unusable[-1]
+        missed.no_window = NoWindow(usable * size, len(unusable) * size, last_node.cached_by)
     if sequence.sampling.prompt_logprobs is not None:
         missed.not_asked = True
         return missed
@@ -39,7 +48,7 @@ def find_missed(kv: KVCacheManager, sequence: RequestSequence, last_node: Cached
         missed.divergence = _divergence(kv, sequence, last_node, found)
         if found < most:
             missed.other_salt = _other_salt(kv.pool.tree, sequence, found, most)
-    known = missed.lost or missed.divergence or missed.other_salt
+    known = missed.no_window or missed.lost or missed.divergence or missed.other_salt
     return missed if known and request.computes_for is None else None
 
 

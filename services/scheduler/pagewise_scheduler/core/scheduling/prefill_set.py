@@ -510,7 +510,8 @@ class PrefillSet:
             # Blocks that come from another executor or from storage are not missed.
             if max(prefix.num_tokens, plan.end * self._kv.block_size) < sequence.num_tokens - 1:
                 known = prefix.offloaded or prefix.blocks
-                request.timeline.missed = find_missed(self._kv, sequence, known[-1] if known else None)
+                last_node = known[-1] if known else None
+                request.timeline.missed = find_missed(self._kv, sequence, last_node, prefix.path)
 
 
 def _num_computed(chunks: Chunks) -> int:

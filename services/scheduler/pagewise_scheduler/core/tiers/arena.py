@@ -10,12 +10,13 @@ them (they are *unmapped*), and the plan says so.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import BlockCopies, unpack_int32s
 
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, SHIELDED, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.device import BlockPool
@@ -161,17 +162,29 @@ def per_page(policy: EvictionPolicy, value: float, num_pages: int) -> float:
 class _Shared(Pool):
     """The blocks of full layers of one tier, in an arena: a free block holds no pages.
 
-    ``forget``: is called with a node that has left its last tier.
+    The last blocks of a path are of no use without the windows behind them, and these are of none without the blocks.
+    So they go together: the value of a snapshot counts the pages of both, and the blocks follow it.
+
+    ``forget``: is called with a node that has left its last tier. ``can_begin``: whether any tier has the windows at
+    the end of a node. ``snapshots``: the tier's pools of the groups of windowed layers.
     """
 
     arena: Arena
     pages_per_block: int
     num_unmapped: int
     forget: Callable[[CachedBlock], None]
+    can_begin: Callable[[CachedBlock], bool]
+    snapshots: "Sequence[SnapshotPool]" = ()
 
-    def share(self, arena: Arena, pages_per_block: int, forget: Callable[[CachedBlock], None]) -> None:
+    def share(
+        self,
+        arena: Arena,
+        pages_per_block: int,
+        forget: Callable[[CachedBlock], None],
+        can_begin: Callable[[CachedBlock], bool],
+    ) -> None:
         """Take the pages from ``arena``."""
-        self.arena, self.pages_per_block, self.forget = arena, pages_per_block, forget
+        self.arena, self.pages_per_block, self.forget, self.can_begin = arena, pages_per_block, forget, can_begin
         self.num_unmapped = self.num_blocks
         arena.members.append(self)
 
@@ -206,8 +219,18 @@ class _Shared(Pool):
         """The value of a page of the next victim."""
         if self.recoverable:
             return 0.0
-        node = self.next_evicted()
-        return None if node is None else per_page(self.policy, self.policy.value(node), self.pages_per_block)
+        if (node := self.next_evicted()) is None:
+            return None
+        if (rank := self._rank(node)) != NEAREST:
+            return inf if rank == SHIELDED else 0.0
+        return per_page(self.policy, self.policy.value(node), self.pages_per_block)
+
+    def _rank(self, node: CachedBlock) -> int | None:
+        if (rank := super()._rank(node)) != NEAREST:
+            return rank
+        if any(node in one.at for one in self.snapshots):
+            return SHIELDED
+        return NEAREST if self.can_begin(node) else REDUNDANT
 
     def give_up(self, copies: list[BlockCopy]) -> bool:
         """Evict the next victim."""
@@ -219,14 +242,7 @@ class SharedBlockPool(_Shared, BlockPool):
 
 
 class SharedHostTier(_Shared, HostTier):
-    """The blocks of full layers in host memory. A prefix goes there from a block on behind which sequences can begin.
-
-    ``snapshots``: the host's pools of the groups of windowed layers. ``can_begin``: whether any tier has the windows at
-    the end of a node.
-    """
-
-    snapshots: "Sequence[SnapshotPool]" = ()
-    can_begin: Callable[[CachedBlock], bool]
+    """The blocks of full layers in host memory. Prefixes go there from a block on behind which sequences can begin."""
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -249,6 +265,7 @@ class SharedHostTier(_Shared, HostTier):
         pool: Pool | SnapshotPool = self
         if copies.group:
             pool = self.snapshots[copies.group - 1]
+            self.counters.stored += len(copies.pairs) // 8
         else:
             super().arrived(copies, bad, seconds)
         pool.release(unpack_int32s(copies.pairs)[1::2].tolist())
@@ -263,6 +280,7 @@ class SharedHostTier(_Shared, HostTier):
         """Count loaded blocks, and return the nodes of the corrupt ones. A snapshot with a corrupt block is dropped."""
         if not (group := locations[0].group):
             return super().came(locations, bad, request)
+        self.counters.loaded += len(locations)
         self.counters.corrupt += len(bad)
         for location in bad:
             assert location.node is not None

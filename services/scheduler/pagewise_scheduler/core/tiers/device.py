@@ -61,7 +61,7 @@ class BlockPool(Pool):
                     states[block] = CACHED
                     self.num_cached += 1
                     if not node.num_on_device:
-                        self._evictable.push(node, NEAREST)
+                        self.offer(node)
                     if node.num_tiers > 1:
                         for tier in self.lower:  # where it was offered with an older tick
                             tier.offer(node)
@@ -131,7 +131,7 @@ class BlockPool(Pool):
         node.num_tiers -= 1
         parent.num_on_device -= 1
         if not parent.num_on_device and (above := parent.block) >= 0 and not self._references[above]:
-            self._evictable.push(parent, NEAREST)
+            self.offer(parent)
 
     def _enter(self, node: CachedBlock, block: int) -> None:
         assert node.parent is not None

@@ -58,10 +58,9 @@ class GroupedKVCacheManager(KVCacheManager):
         assert self.host is None, "windows go to one tier with ids"
         each, arena = self.pages_per_block, Arena(size)
         self.host = SharedHostTier(number, size // each, tree, policy, counters, below, costs, self._demotion)
-        self.host.share(arena, each, self._forget_snapshots)
-        self.host.can_begin = self.can_begin
+        self.host.share(arena, each, self._forget_snapshots, self.can_begin)
         self.host.snapshots = tuple(
-            SnapshotPool(group, number, one, self.block_size, arena, policy, counters)
+            SnapshotPool(group, number, one, self.block_size, arena, policy, counters, self._windows_changed)
             for group, one in enumerate(self.shape.windows, 1)
         )
         return self.host
@@ -71,11 +70,12 @@ class GroupedKVCacheManager(KVCacheManager):
     ) -> BlockPool:
         shape, self._arena = self.shape, Arena(self.shape.num_pages)
         pool = SharedBlockPool(num_blocks, tree, policy, counters, below)
-        pool.share(self._arena, shape.pages_per_block, self._forget_snapshots)
+        pool.share(self._arena, shape.pages_per_block, self._forget_snapshots, self.can_begin)
+        changed = self._windows_changed
         lower = self.host.snapshots if self.host is not None else (None,) * len(shape.windows)
-        self.windows = tuple(
+        pool.snapshots = self.windows = tuple(
             (StateGroup if one.state else WindowGroup)(
-                number, one, self.block_size, shape.most_tokens, self._arena, policy, counters, below
+                number, one, self.block_size, shape.most_tokens, self._arena, policy, counters, changed, below
             )
             for number, (one, below) in enumerate(zip(shape.windows, lower, strict=True), 1)
         )
@@ -98,6 +98,12 @@ class GroupedKVCacheManager(KVCacheManager):
             while pool is not None:
                 pool.forget(node)
                 pool = pool.below
+
+    def _windows_changed(self, node: CachedBlock) -> None:
+        """Look again whether the blocks of a node are of use."""
+        self.pool.offer(node)
+        if self.host is not None:
+            self.host.offer(node)
 
     # ---- pages ---------------------------------------------------------------------------------------
 

@@ -42,20 +42,21 @@ class Snapshot:
 
 
 class _SnapshotValues:
-    """Orders snapshots by a policy for blocks: a snapshot saves the blocks since the one before it."""
+    """Orders snapshots by a policy for blocks: a snapshot saves the blocks since the one before it, as it was
+    used itself: its blocks were used by all that went on from later snapshots, too."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
 
     def group(self, snapshot: Snapshot) -> int:
-        return self._policy.group(snapshot.node)
+        return snapshot.kind if self._policy.learns else 0
 
     def order(self, snapshot: Snapshot) -> float:
         return snapshot.last_used
 
     def value(self, snapshot: Snapshot) -> float:
-        saved = snapshot.node.depth - snapshot.since
-        return self._policy.value(snapshot.node) * saved if self._policy.learns else float(snapshot.last_used)
+        saved = snapshot.node.depth - snapshot.since if self._policy.learns else 1
+        return self._policy.value(snapshot.node, snapshot) * saved
 
 
 class SnapshotPool:
@@ -63,9 +64,10 @@ class SnapshotPool:
 
     ``number``: of the group on the wire. ``tier``: its number. ``below``: the group's pool in the next tier down, to
     which evicted snapshots go; ``evicted``: is called with them if there is none. ``at``: the snapshot with which a
-    sequence begins behind a node. ``recoverable``: cached blocks that the executor has offered by hash, and that no
-    prompt has requested yet. A block has *users*, which are tables that hold it and copies that read or write it, and
-    snapshots; without users it is cached, and without both it is free.
+    sequence begins behind a node; ``changed``: is called with nodes for which it changes. ``recoverable``: cached
+    blocks that the executor has offered by hash, and that no prompt has requested yet. A block has *users*, which are
+    tables that hold it and copies that read or write it, and snapshots; without users it is cached, and without both it
+    is free.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class SnapshotPool:
         arena: Arena,
         policy: EvictionPolicy,
         counters: MemoryCounters,
+        changed: Callable[[CachedBlock], None],
         below: "SnapshotPool | None" = None,
     ) -> None:
+        self.changed = changed
         self.number, self.tier, self.block_size, self.below = number, tier, block_size, below
         self.window, self.pages_per_block, self.chunked, _ = shape
         self.num_blocks = self.num_unmapped = arena.num_pages // self.pages_per_block
@@ -198,6 +202,8 @@ class SnapshotPool:
         for block in snapshot.blocks:
             self._snapshots[block] += 1
         self._use(snapshot)
+        for node in snapshot.points:
+            self.changed(node)
 
     def _use(self, snapshot: Snapshot) -> None:
         snapshot.last_used, snapshot.kind = self._policy.tick(), snapshot.node.kind
@@ -219,14 +225,16 @@ class SnapshotPool:
             self._drop_snapshot(snapshot)
 
     def _drop_snapshot(self, snapshot: Snapshot) -> None:
-        for node in snapshot.points:
+        points, snapshot.points = snapshot.points, []
+        for node in points:
             del self.at[node]
-        snapshot.points.clear()
         for block in snapshot.blocks:
             self._snapshots[block] -= 1
             if not self._snapshots[block] and not self._users[block]:
                 self.num_cached -= 1
                 self._set_free(block)
+        for node in points:
+            self.changed(node)
 
     # ---- recoverable blocks --------------------------------------------------------------------------
 
@@ -276,13 +284,15 @@ class SnapshotPool:
         return NEAREST if snapshot.points else None
 
     def next_value(self) -> float | None:
-        """The value of a page of the next snapshot; None: there is none."""
+        """The value of a page of the next snapshot, and of the blocks that are of use with it alone; None: there is
+        none."""
         if self.recoverable:
             return 0.0
         snapshot = self._queue.peek() if self.num_cached else None
         if snapshot is None:
             return None
         pages = self.pages_per_block * max(1, len(snapshot.blocks))
+        pages += self._arena.members[0].pages_per_block * (snapshot.node.depth - snapshot.since)
         return per_page(self._policy, self._values.value(snapshot), pages)
 
     def give_up(self, copies: list[BlockCopy]) -> bool:

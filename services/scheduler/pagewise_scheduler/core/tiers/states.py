@@ -10,7 +10,7 @@ evicted, loaded, fetched and restored as those of windows are (see ``snapshots``
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pagewise_scheduler.core.memory.block_table import StateTable, WindowTable
 from pagewise_scheduler.core.memory.counters import MemoryCounters
@@ -38,9 +38,10 @@ class StateGroup(WindowGroup):
         arena: Arena,
         policy: EvictionPolicy,
         counters: MemoryCounters,
+        changed: Callable[[CachedBlock], None],
         below: SnapshotPool | None = None,
     ) -> None:
-        super().__init__(number, shape, block_size, most_tokens, arena, policy, counters, below)
+        super().__init__(number, shape, block_size, most_tokens, arena, policy, counters, changed, below)
         self.margin, self.most_blocks = 0, _MOST_BLOCKS
 
     def new_table(self) -> StateTable:

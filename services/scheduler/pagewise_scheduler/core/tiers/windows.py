@@ -8,7 +8,7 @@ conversations share ends at such a junction.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pagewise_shared.protocol import DEVICE
 
@@ -37,9 +37,10 @@ class WindowGroup(SnapshotPool):
         arena: Arena,
         policy: EvictionPolicy,
         counters: MemoryCounters,
+        changed: Callable[[CachedBlock], None],
         below: SnapshotPool | None = None,
     ) -> None:
-        super().__init__(number, DEVICE, shape, block_size, arena, policy, counters, below)
+        super().__init__(number, DEVICE, shape, block_size, arena, policy, counters, changed, below)
         self.margin = -(-MARGIN // block_size)
         self.most_blocks = -(-(self.window - 1 + most_tokens) // block_size) + 3 + self.margin
         self._retiring: deque[tuple[int, list[int]]] = deque()

@@ -1,0 +1,159 @@
+"""Models with several groups of layers by CUDA graphs: replays of recorded captures give the tokens of transformers.
+
+What a step has to write before it reads it is poisoned before each replay.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pagewise_executor import model_runner
+from pagewise_executor.collectives import ALONE
+from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
+from pagewise_executor.device_defaults import with_step_limits
+from pagewise_executor.grouped_batch import GroupedBatch
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.loader import load_model
+from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_executor.profile import dummy_prefill
+from pagewise_executor.warm_up import warm_up
+from pagewise_kernels.attention.config import LARGEST_TILE
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.protocol import Welcome
+
+from tests.executor.cuda_graphs.fake_captures import FakeCuda
+from tests.executor.driver import request, run_requests
+from tests.executor.references import reference
+from tests.model_builders import EAGER, VOCAB_SIZE, build_model
+
+pytestmark = pytest.mark.interpreted
+
+BLOCK = 4
+TOKENS = 16
+"""Of a step at most, so that all steps run by graphs."""
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda(records=True)
+    fake.put_in_place(monkeypatch)
+    # A GPU's results are copied to the host, and the next replay may overwrite them; on the CPU they are the same.
+    monkeypatch.setattr(model_runner, "to_host", torch.clone)
+    return fake
+
+
+def build(path: Path, **options: object) -> ModelRunner:
+    settings = {"block_size": BLOCK, "num_blocks": 60, "max_num_seqs": 3, "max_num_batched_tokens": TOKENS} | options
+    return ModelRunner(
+        ExecutorConfig(model=str(path), device="cpu", kernels="triton", profile=False, **settings)  # type: ignore[arg-type]
+    )
+
+
+def poison(runner: ModelRunner) -> None:
+    """Overwrite what a replay computes, and what no query sees: it names a page of numbers that are none."""
+    graphs, batch = runner._graphs, runner._batch
+    assert graphs is not None
+    assert isinstance(batch, GroupedBatch)
+    for steps in graphs:
+        for written in (steps._ids, steps._positions, steps._slots):
+            written.fill_(2**40)
+    for written in (graphs.mixed._hidden, graphs.decodes._logits):
+        assert written is not None
+        written.fill_(torch.nan)
+    backend = graphs.decodes._backend
+    for plan in backend._plans.values():
+        plan.parts.values.fill_(torch.nan)
+        plan.units.fill_(2**20)
+    bad = runner.info.num_pages
+    assert bad in batch._on_device._free[: batch._on_device.num_free], "the last page is never used"
+    runner._pool.regions[0][0, bad].view(torch.float32).fill_(torch.nan)
+    tile = -(-LARGEST_TILE // BLOCK)
+    for number, group in enumerate(backend.tables.groups):
+        width = group.on_device.shape[2]
+        unseen = torch.ones(group.on_device.shape[1:], dtype=torch.bool)
+        for row in batch.sequences:
+            first = max(0, int(batch._windows[number - 1].first[row]) - tile) if number else 0
+            unseen[row, torch.arange(first, int(batch.ends[number][row])) % width] = False
+        group.on_device[:, unseen] = bad
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", pytest.param("llama4", marks=pytest.mark.long)])
+def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, cuda: FakeCuda) -> None:
+    """Requests come and go, with prefix hits and chunks, and with contexts that are longer than tables of windows.
+
+    Attention chunks begin with a tile, so those of Llama 4 are longer here.
+    """
+    shape = {"attention_chunk_size": LARGEST_TILE} if family == "llama4" else {}
+    build_model(family, tmp_path, seed=7, **shape)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
+    )
+    rng = random.Random(5)
+    base = [rng.randrange(3, VOCAB_SIZE) for _ in range(75)]
+    prompts, lengths = [base[:71], base[:9], base, [*base[:20], 5, 6]], [9, 12, 6, 8]
+    expected = reference(model, prompts, lengths, "cpu")
+    runner = build(tmp_path)
+    graphs = runner._graphs
+    assert graphs is not None
+    assert len(runner.info.groups) > 1
+    with torch.inference_mode():
+        assert capture_graphs(ALONE, graphs.mixed, graphs.decodes)
+    windowed = graphs.decodes._backend.tables.groups[1]
+    assert windowed.ring
+    assert windowed.on_device.shape[2] * BLOCK < len(prompts[0])
+    cuda.before_replay = lambda: poison(runner)
+    requests = [
+        request(prompt, length, f"r{number}")
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    run_requests(runner, requests, num_blocks=21, max_num_seqs=3, max_num_batched_tokens=TOKENS, arrive_every=3)
+    assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
+    assert cuda.replayed > 20
+
+
+def test_a_start_measures_captures_and_warms_up(
+    tmp_path: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pool with room for two steps, of which a block of all layers takes four pages."""
+    build_model("olmo3", tmp_path)
+    options = {"max_model_len": 96, "max_num_seqs": 4, "num_blocks": 8}
+    config = with_step_limits(
+        ExecutorConfig(
+            model=str(tmp_path), device="cpu", kernels="triton", block_size=BLOCK, profile=False,
+            max_num_batched_tokens=TOKENS, **options,
+        ),
+        None,
+    )  # fmt: skip
+    loaded = load_model(config)
+    monkeypatch.setattr(model_runner, "load_model", lambda *_: loaded)
+    runner = ModelRunner(config)
+    graphs = runner._graphs
+    assert graphs is not None
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+    runner._measure_activations(config, loaded, torch.float32)
+    backend = graphs.decodes._backend
+    assert len(backend._plans) == 2, "one for each group, with its scratch, which layers in all slots share"
+    assert [len(group.on_device) for group in backend.tables.groups] == [1, 3]
+    runner._size_pool(config, loaded, torch.float32)
+    runner._capture(graphs, config)
+    assert not runner.info.fallback
+    assert len(cuda.captures) == graphs.num_graphs
+    sizes: list[list[int]] = []
+    execute = runner.execute
+    monkeypatch.setattr(
+        runner, "execute", lambda plan: (sizes.append([size for _, size in plan.chunks]), execute(plan))[1]
+    )
+    warm_up(runner, runner._pool, torch.float32, 2 * TOKENS, TOKENS - 3)
+    assert sizes == [[4] * 4, [8] * 2, [16], [32]], "as many tokens as all groups have pages for"
+
+
+def test_a_window_that_is_larger_than_its_table_is_refused(tmp_path: Path) -> None:
+    build_model("gpt_oss", tmp_path, num_hidden_layers=2)
+    runner = build(tmp_path)
+    runner.reset(Welcome(0, 1, 128, keeps_blocks=True))
+    with pytest.raises(InvalidPlanError, match="needs 21 blocks of its window at once, of 16 at most"):
+        dummy_prefill(runner, 0, 65)
