@@ -225,8 +225,8 @@ def main() -> None:
             share = f"{row['share_of_recurrent_layers']:.0%} in recurrent layers"
             print(f"{family:>12} {row['batch']:>4} {row['name']:>20} {row['cpu_ms']:>8.2f} CPU-ms, {ratio}, {share}")
             rows.append(row)
-    if args.json:
-        write_record(args.json, {"rows": rows}, threads=torch.get_num_threads())
+        if args.json:
+            write_record(args.json, {"rows": rows}, threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":

@@ -145,7 +145,8 @@ class _Trial:
         """Return which outputs of the projections are inputs of the convolution, of the gate, and neither."""
         numbers = torch.arange(sum(outs), dtype=torch.float32)[None, None]
         states = {key: torch.zeros(1, *shape) for key, shape in self._shapes.items()}
-        _, calls = self._run(self._hidden[:1], states, dict(zip(projections, numbers.split(outs, dim=2), strict=True)))
+        instead = dict(zip(projections, torch.split(numbers, outs, dim=2), strict=True))
+        _, calls = self._run(self._hidden[:1], states, instead)
         conv = states[CONV, 0][0, :, -1].round()
         gates = [call.given[1].flatten().round() for call in calls if call.part is norm]
         gate = gates[0] if gates else torch.empty(0)
@@ -195,7 +196,7 @@ class _Trial:
         memory = torch.cat([state.flatten(1) for state in self._before.values()], dim=1).view(torch.uint8)
         pages = torch.arange(count, dtype=torch.int32)[:, None]
         outputs = recurrence(self._hidden, memory, pages, pages, starts)
-        states = memory.view(torch.float32).split([state[0].numel() for state in after.values()], dim=1)
+        states = torch.split(memory.view(torch.float32), [state[0].numel() for state in after.values()], dim=1)
         return _near(outputs, expected) and all(
             _near(found, state.flatten(1)) for found, state in zip(states, after.values(), strict=True)
         )
