@@ -29,11 +29,11 @@ class _FirstCache(StateCache):
         super().__init__(self.found, begun=False)
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0,
-        conv_kernel_size: int | None = None, **more: object,
-    ) -> torch.Tensor:  # fmt: skip
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **more: object
+    ) -> torch.Tensor:
         """Keep inputs of a convolution."""
-        kept = conv_kernel_size if conv_kernel_size is not None else conv_states.shape[-1]
+        size = more.get("conv_kernel_size")
+        kept = size if isinstance(size, int) else conv_states.shape[-1]
         self.layers.add(layer_idx)
         self.found[CONV, state_idx] = conv_states.new_empty(*conv_states.shape[:-1], kept)
         return super().update_conv_state(conv_states, layer_idx, state_idx)
@@ -105,9 +105,9 @@ def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, RecordedMo
     """Record what ``modules`` keep while the model computes within."""
     found = {name: RecordedModule(module) for name, module in modules.items()}
     for name, module in modules.items():
-        module.forward = found[name]  # type: ignore[method-assign, assignment]
+        module.forward = found[name]
     try:
         yield found
     finally:
         for module in modules.values():
-            del module.forward  # type: ignore[misc]
+            del module.forward
