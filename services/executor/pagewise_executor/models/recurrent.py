@@ -268,7 +268,7 @@ def check_recurrent(config: ExecutorConfig, device: torch.device, num_ranks: int
     }
     if options := [option for option, given in refused.items() if given]:
         raise ModelError(
-            f"{options[0]}: {config.model} has recurrent layers, which are computed by PyTorch on the CPU only, by one "
+            f"{options[0]}: {config.model} has recurrent layers, which are computed on the CPU only, by one "
             "rank, and with block tables"
         )
 
