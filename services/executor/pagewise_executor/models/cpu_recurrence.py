@@ -58,9 +58,9 @@ class CpuRecurrence:
 @torch.no_grad()
 def find_recurrences(model: nn.Module, layers: Sequence[RecurrentLayer]) -> dict[str, CpuRecurrence]:
     """Return what computes single tokens as recurrent modules of a model do, by their names."""
-    config: Any = model.config
     found = {}
     for layer in layers:
+        config: Any = model.config
         shapes = {state.key: state.shape for state in layer.states}
         dimensions = {key: len(shape) for key, shape in shapes.items()}
         if dimensions == _DIMENSIONS and all(state.dtype == torch.float32 for state in layer.states):
