@@ -95,4 +95,4 @@ def test_what_cannot_be_kept_is_refused_before_weights_are_read(tmp_path: Path) 
     settings = json.loads((tmp_path / "config.json").read_text())
     sparse = settings | {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(sparse))
-    assert "layers of a kind that keeps no paged KV: indexed_attention" in refused()
+    assert "layers of a kind that is not served: indexed_attention" in refused()
