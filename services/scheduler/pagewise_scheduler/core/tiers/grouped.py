@@ -323,9 +323,13 @@ class GroupedKVCacheManager(KVCacheManager):
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
 
-        They are at its end, and where it leaves the path of others, unless the snapshot at its end will do.
+        They are at its end, and where it leaves the path of others, unless the snapshot at its end will do. States
+        serve one place alone, and the template often changes the last tokens of a prompt in the next one: so they are
+        kept one block before.
         """
         end, begin = num_tokens // self.block_size, max(prefix.resume, len(prefix.blocks))
+        if end - begin > 1 and not any(group.margin for group in self.windows):
+            end -= 1
         table.due = [begin] if begin and any(not one.blocks for one in prefix.windows) else []
         table.due += (
             [prefix.junction] if begin < prefix.junction < end - min(group.margin for group in self.windows) else []
