@@ -35,7 +35,7 @@ def drawn(outs: int) -> Mxfp4Weights:
 
 
 def contenders() -> dict[str, Sums]:
-    """Return what computes the same experts, by name."""
+    """Return the contenders, which compute the same experts, by name."""
     gate_up, down = drawn(2 * HIDDEN), drawn(HIDDEN)
     found: dict[str, Sums] = {"MXFP4 in C": PackedMxfp4Experts(gate_up, down, 7.0, 1.702).sums}
     values = {

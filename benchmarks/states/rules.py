@@ -1,4 +1,4 @@
-"""Rules for where snapshots of states are taken: those of other servers, fixed ones, and an oracle's.
+"""Rules for where snapshots of states are taken: rules of other servers, fixed grids, and the rule of an oracle.
 
 Each is the product's memory with other places. The product's policy decides what is evicted.
 """
@@ -50,7 +50,7 @@ def rules(model: Model) -> dict[str, type[GroupedKVCacheManager]]:
 
 
 class Known:
-    """What the oracle knows: the ``future`` of the trace, at the request ``index``."""
+    """The knowledge of the oracle: the ``future`` of the trace, at the request ``index``."""
 
     def __init__(self, future: Future) -> None:
         self.future, self.index = future, 0

@@ -1,4 +1,4 @@
-"""Traces of conversations on models with states, and what an oracle knows of a trace."""
+"""Traces of conversations on models with states, and the knowledge of a trace that an oracle has."""
 
 import random
 from array import array
@@ -61,7 +61,7 @@ def conversations(num_sessions: int, seed: int = 0, *, systems: int = 6) -> list
 
 
 class Future:
-    """What an oracle knows of a trace whose requests run one after the other.
+    """The knowledge that an oracle has of a trace whose requests run one after the other.
 
     ``paths``: of each request, a number for each full block of its prompt and of its answer; equal numbers are equal
     prefixes. ``begins``: of each request, the blocks of its prompt that requests before it have computed, less one if
