@@ -1,6 +1,7 @@
 """Mixtures of experts on the CPU in float32, which ``pagewise_kernels.experts`` computes on a GPU."""
 
 import math
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -93,7 +94,43 @@ SILU = Activation(1.0, 0.0, math.inf)
 """silu(gate) · up."""
 
 
-class PackedExperts:
+class Experts(ABC):
+    """Experts of float32 inputs and outputs, whose weights derived classes hold."""
+
+    num_experts: int
+    hidden: int
+    inner: int
+
+    @property
+    def num_weights(self) -> int:
+        """The number of weights of all experts."""
+        return 3 * self.num_experts * self.hidden * self.inner
+
+    def sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sums [tokens, hidden] of the outputs of the experts of each token, x [tokens, hidden].
+
+        ``chosen`` int64 [tokens, k]: the experts. ``weights`` [tokens, k]: of their outputs.
+
+        Raises:
+            ValueError: shapes do not fit, or there is no such expert. TypeError: x is not float32 on the CPU.
+        """
+        tokens = check_input(x, self.hidden)
+        if chosen.dim() != 2 or len(chosen) != tokens or weights.shape != chosen.shape:
+            raise ValueError(
+                f"the experts and weights of {tokens} tokens are [tokens, k], not {list(chosen.shape)} and "
+                f"{list(weights.shape)}"
+            )
+        sums = self._sums(x, chosen, weights)
+        if sums is None:
+            raise ValueError(f"tokens chose experts that are not among the {self.num_experts}")
+        return sums
+
+    @abstractmethod
+    def _sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """Return the sums, or None if there is no such expert."""
+
+
+class PackedExperts(Experts):
     """The weights of gate and up [experts, 2 · inner, hidden] and of down [experts, hidden, inner] in panels.
 
     ``gate_up_bias`` [experts, 2 · inner], ``down_bias`` [experts, hidden]: both, or neither.
@@ -123,30 +160,13 @@ class PackedExperts:
         gate_up_at, down_at = (bias.data_ptr() for bias in self._biases) if self._biases else (None, None)
         self.pointers = self.gate_up.data_ptr(), gate_up_at, self.down.data_ptr(), down_at, *activation
 
-    @property
-    def num_weights(self) -> int:
-        """The number of weights of all experts."""
-        return 3 * self.num_experts * self.hidden * self.inner
-
     def scratch(self, pairs: int) -> int:
         """Return the size of the scratch memory of the C function in float32, for so many pairs of token and expert."""
         return 2 * (2 * self.num_experts + 1 + pairs) + pairs * (self.hidden + self.inner)
 
-    def sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sums [tokens, hidden] of the outputs of the experts of each token, x [tokens, hidden].
-
-        ``chosen`` int64 [tokens, k]: the experts. ``weights`` [tokens, k]: of their outputs.
-
-        Raises:
-            ValueError: shapes do not fit, or there is no such expert. TypeError: x is not float32 on the CPU.
-        """
-        tokens = check_input(x, self.hidden)
-        if chosen.dim() != 2 or len(chosen) != tokens or weights.shape != chosen.shape:
-            raise ValueError(
-                f"the experts and weights of {tokens} tokens are [tokens, k], not {list(chosen.shape)} and "
-                f"{list(weights.shape)}"
-            )
-        pairs, top_k = chosen.numel(), chosen.shape[1]
+    def _sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        tokens, top_k = chosen.shape
+        pairs = chosen.numel()
         chosen, weights = chosen.long().contiguous(), weights.float().contiguous()
         out = empty((tokens, self.hidden), x.dtype)
         scratch = empty((self.scratch(pairs),), x.dtype)
@@ -154,9 +174,7 @@ class PackedExperts:
             x.data_ptr(), x.stride(0), *self.pointers, chosen.data_ptr(), weights.data_ptr(), scratch.data_ptr(),
             out.data_ptr(), tokens, top_k, self.num_experts, self.hidden, self.inner, threads(), parallel_regions(),
         )  # fmt: skip
-        if failed:
-            raise ValueError(f"tokens chose experts that are not among the {self.num_experts}")
-        return out
+        return None if failed else out
 
 
 class Mixture:

@@ -2,13 +2,13 @@
 
 import torch
 
-from pagewise_kernels.cpu import huge_pages
+from pagewise_kernels.cpu.experts import Experts
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
-from pagewise_kernels.cpu.operations import check_input
+from pagewise_kernels.cpu.operations import in_panels
 from pagewise_kernels.mxfp4 import Mxfp4Weights
 
 
-class PackedMxfp4Experts:
+class PackedMxfp4Experts(Experts):
     """Experts of gpt-oss, whose weights stay in four bits, in panels of outputs.
 
     ``gate_up``: [experts, 2 · inner, hidden], where gate and up take turns. ``down``: [experts, hidden, inner]. Gates
@@ -28,29 +28,11 @@ class PackedMxfp4Experts:
         self._pointers = [tensor.data_ptr() for tensor in self._packed]
         self._limit, self._alpha = limit, alpha
 
-    @property
-    def num_weights(self) -> int:
-        """The number of weights of all experts."""
-        return 3 * self.num_experts * self.hidden * self.inner
-
-    def sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sums [tokens, hidden] of the outputs of the experts of each token, x [tokens, hidden].
-
-        ``chosen`` int64 [tokens, k]: the experts. ``weights`` [tokens, k]: of their outputs.
-
-        Raises:
-            ValueError: shapes do not fit, or there is no such expert. TypeError: x is not float32 on the CPU.
-        """
-        tokens = check_input(x, self.hidden)
-        if chosen.dim() != 2 or len(chosen) != tokens or weights.shape != chosen.shape:
-            raise ValueError(
-                f"the experts and weights of {tokens} tokens are [tokens, k], not {list(chosen.shape)} and "
-                f"{list(weights.shape)}"
-            )
+    def _sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
         pairs, order = chosen.numel(), chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().clamp(-1).add(1).bincount(minlength=self.num_experts + 1)
         if len(counts) > self.num_experts + 1 or counts[0]:
-            raise ValueError(f"tokens chose experts that are not among the {self.num_experts}")
+            return None
         active = counts[1:].nonzero()[:, 0]
         starts = counts[1:][active].cumsum(0)
         starts = torch.cat([starts.new_zeros(1), starts])
@@ -67,15 +49,4 @@ class PackedMxfp4Experts:
 def _packed(weights: Mxfp4Weights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, eight in an int32, and scales in panels, and the bias in float32, of weights [.., outs, ins]."""
     words = weights.blocks.contiguous().flatten(-2).view(torch.int32)
-    return _panels(words), _panels(weights.scales), weights.bias.detach().float().contiguous()
-
-
-def _panels(values: torch.Tensor) -> torch.Tensor:
-    """Return values [.., outs, ins] as [.., panels, ins, panel], zeros behind the last output, as other weights."""
-    panel = load_library().pagewise_panel()
-    *others, outs, ins = values.shape
-    whole, rest = divmod(outs, panel)
-    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, panel), values.dtype)
-    packed[..., :whole, :, :] = values[..., : whole * panel, :].unflatten(-2, (whole, panel)).transpose(-2, -1)
-    packed[..., whole:, :, :rest] = values[..., None, whole * panel :, :].transpose(-2, -1)
-    return packed
+    return in_panels(words), in_panels(weights.scales), weights.bias.detach().float().contiguous()

@@ -45,23 +45,29 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def pack_panels(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Return weights float32 [.., outs, ins] as [.., panels, ins, panel], with zeros behind the last output.
-
-    Outputs lie in panels of as many as the registers of this processor hold at once. Of several equal ``parts`` of the
-    outputs, a panel has as many outputs of each.
+    """Return weights float32 in panels: see ``in_panels``.
 
     Raises:
         TypeError: the weights are not float32 on the CPU.
     """
     if weight.dim() < 2 or weight.dtype != torch.float32 or weight.device.type != "cpu":
         raise TypeError(f"weights are float32 [outs, ins] on the CPU, not {weight.dtype} {list(weight.shape)}")
+    return in_panels(weight.detach(), parts)
+
+
+def in_panels(values: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """Return values [.., outs, ins] as [.., panels, ins, panel], with zeros behind the last output.
+
+    A panel has as many outputs as the registers of this processor hold at once. Of several equal ``parts`` of the
+    outputs, a panel has as many outputs of each.
+    """
     size = load_library().pagewise_panel() // parts
-    *others, outs, ins = weight.shape
+    *others, outs, ins = values.shape
     whole, rest = divmod(outs // parts, size)
-    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, parts, size), torch.float32)
-    divided = weight.detach().view(*others, parts, outs // parts, ins)
-    in_panels = divided[..., : whole * size, :].unflatten(-2, (whole, size))
-    packed[..., :whole, :, :, :] = in_panels.movedim((-4, -3, -2, -1), (-2, -4, -1, -3))
+    packed = huge_pages.zeros((*others, whole + (rest > 0), ins, parts, size), values.dtype)
+    divided = values.view(*others, parts, outs // parts, ins)
+    full = divided[..., : whole * size, :].unflatten(-2, (whole, size))
+    packed[..., :whole, :, :, :] = full.movedim((-4, -3, -2, -1), (-2, -4, -1, -3))
     packed[..., whole:, :, :, :rest] = divided[..., None, :, whole * size :, :].movedim(-1, -3)
     return packed.flatten(-2)
 
