@@ -333,6 +333,20 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Families of which it does so, but for the experts, which the Triton kernels and the operations in C compute."""
 
 
+def model_fixture(*families: Any, seed: int = 0, **more: object) -> Any:
+    """Return a fixture, once in a module, of the path of a model: see ``build_model``. Of several ``families``, which
+    may be parameters of pytest, each has its turn."""
+
+    @pytest.fixture(scope="module", params=families if len(families) > 1 else None)
+    def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        family = request.param if len(families) > 1 else families[0]
+        folder = tmp_path_factory.mktemp(family)
+        build_model(family, folder, seed, **more)
+        return folder
+
+    return path
+
+
 def build_model(family: str, path: Path, seed: int = 0, **more: object) -> transformers.PreTrainedModel:
     """Save a model of ``family`` under ``path`` (weights large enough that attention decides what comes next).
 

@@ -13,14 +13,9 @@ from pagewise_shared.sampling import BeamParams
 from tests.executor.driver import request, run_requests
 from tests.executor.parity import Early, beam_request, check_beams
 from tests.executor.references import beam_reference
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import VOCAB_SIZE, model_fixture
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_model("llama", path, seed=11)
-    return path
+model_path = model_fixture("llama", seed=11)
 
 
 @pytest.fixture(scope="module")

@@ -18,18 +18,13 @@ from tests.executor.driver import arena_of
 from tests.executor.inventories import PROMPTS, run_and_kill, serve
 from tests.executor.played_groups import Played, play
 from tests.executor.runners import build_runner, host_of
-from tests.model_builders import build_model
+from tests.model_builders import model_fixture
 
 PROMPT = PROMPTS[3]
 LAST = len(PROMPT) // 8
 FREE = 40
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gemma3")
-    build_model("gemma3", path, seed=7)
-    return path
+model_path = model_fixture("gemma3", seed=7)
 
 
 @pytest.fixture(autouse=True)

@@ -23,14 +23,9 @@ from tests.executor.driver import drive, request
 from tests.executor.inventories import PROMPTS, run_and_kill, scheduler_for, serve
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, host_of
-from tests.model_builders import build_model
+from tests.model_builders import model_fixture
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_model("llama", path, seed=5)
-    return path
+model_path = model_fixture("llama", seed=5)
 
 
 @pytest.fixture(scope="module")

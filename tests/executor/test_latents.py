@@ -17,17 +17,11 @@ from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_mixture, check_recovery
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, peers_at
-from tests.model_builders import VOCAB_SIZE, build_model, spoil_weights
+from tests.model_builders import VOCAB_SIZE, build_model, model_fixture, spoil_weights
 
-
-@pytest.fixture(
-    scope="module",
-    params=["deepseek_v3", *(pytest.param(one, marks=pytest.mark.long) for one in ("mistral4", "glm4_moe_lite"))],
+model_path = model_fixture(
+    "deepseek_v3", *(pytest.param(one, marks=pytest.mark.long) for one in ("mistral4", "glm4_moe_lite")), seed=5
 )
-def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("latents")
-    build_model(request.param, path, seed=5)
-    return path
 
 
 def test_one_vector_is_kept_for_a_token(model_path: Path) -> None:

@@ -25,23 +25,13 @@ from tests.executor.poisoned_runner import PoisonedRunner
 from tests.executor.ranks.groups import ThreadGroup, config_of
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
-from tests.model_builders import EAGER, VOCAB_SIZE, build_model
+from tests.model_builders import EAGER, VOCAB_SIZE, model_fixture
 
 FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3")
 
+model_path = model_fixture(*FAMILIES, seed=7)
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    build_model(request.param, path, seed=7)
-    return path
-
-
-@pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gemma3")
-    build_model("gemma3", path, seed=7)
-    return path
+gemma3 = model_fixture("gemma3", seed=7)
 
 
 def test_groups_share_the_memory_of_all_layers(gemma3: Path) -> None:

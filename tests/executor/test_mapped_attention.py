@@ -21,7 +21,7 @@ from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_beams, check_family, check_mixture, check_recovery
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import VOCAB_SIZE, model_fixture
 
 MMU = {"kv_mapping": "mmu", "max_num_seqs": 32}
 SHAPES = {
@@ -35,12 +35,7 @@ SHAPES = {
 }
 """Models of which 32 tokens take whole pages."""
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_model("llama", path, seed=5, head_dim=64)  # 8 tokens take a page
-    return path
+model_path = model_fixture("llama", seed=5, head_dim=64)  # 8 tokens take a page
 
 
 def pages_of(runner: ModelRunner) -> PageTables:

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic as clock
 
-import pytest
 import zmq
 from pagewise_executor.service import ExecutorService
 from pagewise_executor.worker import Worker
@@ -17,18 +16,14 @@ from pagewise_shared.curve import EXECUTOR, GATEWAY, SCHEDULER, Keys, public_fil
 from pagewise_shared.reports import MemoryReport
 
 from tests.executor.runners import build_runner, peers_at
-from tests.model_builders import build_model
+from tests.model_builders import model_fixture
 from tests.scheduler.server.stack import Stack, running
 from tests.shared.key_pairs import make_key_pairs
 
 PROMPT, *OTHERS = [list(range(start, start + 60)) for start in (3, 63, 123)]
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_model("llama", path, seed=5)
-    return path
+model_path = model_fixture("llama", seed=5)
 
 
 @asynccontextmanager

@@ -24,14 +24,9 @@ from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_mixture, check_recovery
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, host_of
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import VOCAB_SIZE, model_fixture
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_model("llama", path, seed=5)
-    return path
+model_path = model_fixture("llama", seed=5)
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "both", "auto"])

@@ -16,16 +16,11 @@ from tests.core_requests import make_request
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference, segments_reference
 from tests.executor.runners import build_runner
-from tests.model_builders import EAGER, FAMILIES, VOCAB_SIZE, build_model
+from tests.model_builders import EAGER, FAMILIES, VOCAB_SIZE, build_model, model_fixture
 
 WITHOUT_ROPE = {"opt", "gpt2"}
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_model("llama", path, seed=5)
-    return path
+model_path = model_fixture("llama", seed=5)
 
 
 def segmented(

@@ -25,29 +25,16 @@ from tests.executor.parity import check_mixture, check_recovery
 from tests.executor.poisoned_runner import PoisonedRunner
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, peers_at
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import VOCAB_SIZE, build_model, model_fixture
 
 LENGTHS = (100, 41, 64)
-
 
 FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3", "ministral")
 LONG = FAMILIES[4:]
 
+model_path = model_fixture(*(pytest.param(one, marks=[pytest.mark.long] * (one in LONG)) for one in FAMILIES), seed=7)
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(one, marks=[pytest.mark.long] * (one in LONG)) for one in FAMILIES]
-)
-def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    build_model(request.param, path, seed=7)
-    return path
-
-
-@pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gemma3")
-    build_model("gemma3", path, seed=7)
-    return path
+gemma3 = model_fixture("gemma3", seed=7)
 
 
 class Conversations:

@@ -21,7 +21,7 @@ from tests.executor.driver import drive, run_requests
 from tests.executor.references import segments_reference
 from tests.executor.runners import build_runner
 from tests.lora_adapters import ALL, build_adapter, greedy, peft_model, quietly, read, with_adapter
-from tests.model_builders import build_model
+from tests.model_builders import build_model, model_fixture
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -66,11 +66,7 @@ def check(
         assert scheduler.num_preemptions
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    build_model("llama", path)
-    return path
+llama = model_fixture("llama")
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,9 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from tests.cpu_kernels import need_cpu_kernels, variants
-from tests.model_builders import build_model, spoil_weights
+from tests.model_builders import build_model, model_fixture, spoil_weights
 
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    build_model("llama", path)
-    return path
+llama = model_fixture("llama")
 
 
 @pytest.fixture

@@ -15,24 +15,14 @@ from pagewise_shared.errors import ModelError
 
 from tests.executor.parity import check_family, check_recovery
 from tests.executor.runners import build_runner
-from tests.model_builders import build_model
+from tests.model_builders import build_model, model_fixture
 
 STORED = [(2, 16), (2, 32), (2, 16), (2, 16), (2, 32)]
 """KV heads, and their size, of five layers of the tiny Gemma 4. The other three read K and V of layers 3 and 4."""
 
+gemma4 = model_fixture("gemma4", seed=5)
 
-@pytest.fixture(scope="module")
-def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gemma4")
-    build_model("gemma4", path, seed=5)
-    return path
-
-
-@pytest.fixture(scope="module")
-def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama4")
-    build_model("llama4", path, seed=5)
-    return path
+llama4 = model_fixture("llama4", seed=5)
 
 
 def test_layers_that_share_k_and_v_have_no_place_in_the_pool(gemma4: Path) -> None:

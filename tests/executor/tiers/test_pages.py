@@ -20,16 +20,11 @@ from pagewise_shared.protocol import (
 from pagewise_shared.sampling import SamplingParams
 
 from tests.executor.played_groups import Played, play
-from tests.model_builders import build_model
+from tests.model_builders import model_fixture
 
 SIZE = 8
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gemma3")
-    build_model("gemma3", path, seed=7)
-    return path
+model_path = model_fixture("gemma3", seed=7)
 
 
 @pytest.fixture

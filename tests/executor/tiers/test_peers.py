@@ -41,15 +41,10 @@ from pagewise_shared.protocol import (
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, peers_at
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import VOCAB_SIZE, model_fixture
 from tests.shared.key_pairs import make_key_pairs
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_model("llama", path, seed=5)
-    return path
+model_path = model_fixture("llama", seed=5)
 
 
 @pytest.fixture(scope="module")
