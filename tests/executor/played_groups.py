@@ -1,17 +1,12 @@
-"""An executor with several groups of layers whose plans a test makes, because schedulers make others."""
+"""Plans of prompts, windows and copies for an executor with two groups of layers."""
 
-import queue
 from pathlib import Path
 
 import msgspec
-import numpy as np
-from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.tiers.block_names import chain
 from pagewise_scheduler.server.executor_checks import checked_inventory
-from pagewise_shared.block_hash import BlockHash, root_hash
+from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import (
-    DEVICE,
     BlockCopies,
     Copied,
     GroupedStepPlan,
@@ -22,6 +17,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import SamplingParams
 
+from tests.executor.played_runner import PlayedRunner
 from tests.executor.runners import BLOCK_SIZE, build_runner, peers_at
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
@@ -32,27 +28,13 @@ def _sampled(result: StepResult) -> list[float]:
     return [result.logprobs[0].token_id, result.logprobs[0].logprob]
 
 
-class Played:
-    """A runner with the lists of copies that it confirms.
-
-    ``first``: what came behind the prompt that was computed last.
-    """
+class Played(PlayedRunner):
+    """A runner with two groups of layers. ``first``: the token, and its log-probability, behind the last prompt."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
-        runner.report_to(self.copied.put)  # type: ignore[arg-type]
+        super().__init__(runner)
         self.epoch, self.step = 0, 0
         self.first: list[float] = []
-
-    @property
-    def root(self) -> BlockHash:
-        """The root of the block hashes of prompts."""
-        return root_hash(self.runner.info.model_fingerprint)
-
-    def hashes(self, tokens: list[int]) -> list[BlockHash]:
-        """The hashes of the full blocks of a prompt."""
-        return [name.hash for name in chain(self.root, pack_int32s(tokens), BLOCK_SIZE)]
 
     def offered(self) -> list[dict[int, dict[BlockHash, int]]]:
         """The inventory, by group and tier, as the scheduler checks it."""
@@ -108,14 +90,6 @@ class Played:
         self.execute(copies=copies, **fields)
         asked = [one for one in copies if one.source != one.target or one.peer is not None]
         return [self.copied.get(timeout=20) for _ in asked]
-
-    def content(self, group: int, block: int) -> np.ndarray:
-        """K and V of a block of the device [pages, page bytes]."""
-        batch = self.runner._batch
-        assert isinstance(batch, GroupedBatch)
-        pages = batch._maps[DEVICE].pages(group, np.array([block], np.int32))[0]
-        assert pages.all()
-        return self.runner._pool.gather(pages).copy()  # type: ignore[no-any-return]
 
 
 def play(path: Path, epoch: int, **options: object) -> Played:

@@ -1,18 +1,12 @@
-"""An executor with recurrent layers whose plans a test makes, with tables of attention and blocks of states."""
+"""Plans for an executor with recurrent layers, with tables of attention and blocks of states."""
 
-import queue
 import random
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
-from pagewise_executor.grouped_batch import GroupedBatch
-from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.tiers.block_names import chain
-from pagewise_shared.block_hash import BlockHash, root_hash
 from pagewise_shared.protocol import (
     DEVICE,
     BlockCopies,
@@ -26,6 +20,7 @@ from pagewise_shared.protocol import (
 )
 from pagewise_shared.sampling import SamplingParams
 
+from tests.executor.played_runner import PlayedRunner
 from tests.executor.references import reference
 from tests.executor.runners import BLOCK_SIZE, build_runner
 from tests.model_builders import VOCAB_SIZE
@@ -49,13 +44,11 @@ class Row:
     known: int = 0
 
 
-class PlayedStates:
-    """A runner, its rows, and ids of blocks of both groups that nobody has. ``copied``: the confirmed copies."""
+class PlayedStates(PlayedRunner):
+    """A runner, its rows, and ids of blocks of both groups that nobody has."""
 
     def __init__(self, path: Path, host_folder: Path | None = None, epoch: int = 1, **options: object) -> None:
-        self.runner: ModelRunner = build_runner(path, host_folder=host_folder, **options)
-        self.copied: queue.SimpleQueue[Copied] = queue.SimpleQueue()
-        self.runner.report_to(self.copied.put)  # type: ignore[arg-type]
+        super().__init__(build_runner(path, host_folder=host_folder, **options))  # type: ignore[arg-type]
         self.epoch, self.number = epoch, 0
         self.rows: dict[int, Row] = {}
         self.free, self.free_states = count(), count()
@@ -66,15 +59,6 @@ class PlayedStates:
         self._copies: list[BlockCopies] = []
         if host_folder is None:
             self.runner.reset(Welcome(epoch, 8, 256))
-
-    @property
-    def root(self) -> BlockHash:
-        """The root of the block hashes of prompts."""
-        return root_hash(self.runner.info.model_fingerprint)
-
-    def hashes(self, tokens: list[int]) -> list[BlockHash]:
-        """The hashes of the full blocks of a prompt."""
-        return [name.hash for name in chain(self.root, pack_int32s(tokens), BLOCK_SIZE)]
 
     def join(self, row: int, tokens: list[int], *, shared: Row | None = None, at: int = 0) -> Row:
         """Let a sequence join in the next step, behind the first ``at`` tokens of another one with a snapshot there.
@@ -167,14 +151,6 @@ class PlayedStates:
         plan = GroupedStepPlan(self.epoch, self.number, copies=copies, **fields)  # type: ignore[arg-type]
         self.runner.execute(plan).result()
         return [self.copied.get(timeout=20) for _ in copies]
-
-    def content(self, group: int, block: int) -> np.ndarray:
-        """The pages of a block of the device [pages, page bytes]."""
-        batch = self.runner._batch
-        assert isinstance(batch, GroupedBatch)
-        pages = batch._maps[DEVICE].pages(group, np.array([block], np.int32))[0]
-        assert pages.all()
-        return self.runner._pool.gather(pages).copy()  # type: ignore[no-any-return]
 
 
 class Family:
