@@ -8,10 +8,7 @@ token, all methods side by side.
 """
 
 import argparse
-import random
-import statistics
 import tempfile
-from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from pagewise_executor.tiers.tier import Tier
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 
 from benchmarks.record import record_file, write_record
-from benchmarks.recovery.run import MODES, Bench, build_model
+from benchmarks.recovery.run import MODES, Bench, build_model, prompt_of, timed
 
 
 def on_loopback(tiers: Mapping[int, Tier], bytes_per_block: int) -> Peers:
@@ -37,30 +34,15 @@ def measure(path: Path, tokens: int, repeats: int) -> dict[str, Any]:
         info = bench.runner.info
         own = Peer(info.block_endpoint, info.block_format, bench.scheduler, lambda: None)
         bench.scheduler.recoveries.join(directory, own)
-    rng = random.Random(1)
-    prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
+    prompt = prompt_of(tokens)
     holder.first_token(prompt, "cold")
-    times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    chosen = []
-    for repeat in range(repeats + 1):
-        for mode in MODES:
-            fetcher.push_out()
-            fetcher.scheduler.recoveries.policy.mode = mode
-            fetcher.recoveries.clear()
-            took = fetcher.first_token(prompt, f"{mode}{repeat}")
-            if repeat:  # the first round warms up
-                times[mode].append(took)
-            if repeat and mode == "auto":
-                chosen.append(fetcher.recoveries[-1].method)
+    row, _ = timed(fetcher, prompt, repeats, f"{tokens} tokens")
     for bench in (holder, fetcher):
         bench.runner.close()
-    median = {mode: round(statistics.median(values) * 1e3, 1) for mode, values in times.items()}
+    median = row["median_ms"]
     size = fetcher.runner.info.bytes_per_block
-    return {
+    return row | {
         "tokens": tokens,
-        "median_ms": median,
-        "auto_chose": max(set(chosen), key=chosen.count),
-        "auto_over_best": round(median["auto"] / min(median[mode] for mode in MODES if mode != "auto"), 2),
         "recompute_over_fetch": round(median["recompute"] / median["swap"], 2),
         "fetched_GB_per_s": round(size * ((tokens - 1) // 16) / median["swap"] / 1e6, 2),
         "bytes_per_token": size // 16,

@@ -150,38 +150,51 @@ class Bench:
 
 
 def measure(bench: Bench, tokens: int, repeats: int, about: str) -> dict[str, Any]:
-    """Median milliseconds to the first token by mode, and what auto chose. ``about``: for the progress bar."""
-    rng = random.Random(1)
-    prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
+    """Median milliseconds to the first token by mode, and the choices of auto. ``about``: for the progress bar."""
+    prompt = prompt_of(tokens)
     bench.first_token(prompt, "cold")
+    row, recoveries = timed(bench, prompt, repeats, about)
+    median = row["median_ms"]
+    return row | {
+        "auto_predicted_ms": round(statistics.median(one.predicted for one in recoveries["auto"]) * 1e3, 2),
+        "better_pure_over_both": round(min(median["swap"], median["recompute"]) / median["both"], 2),
+        "share_loaded_by_both": round(statistics.median(one.loaded_tokens / tokens for one in recoveries["both"]), 2),
+        "bytes_per_token": bench.runner.info.bytes_per_block // 16,
+    }
+
+
+def prompt_of(tokens: int, seed: int = 1) -> "array[int]":
+    """A prompt of random tokens."""
+    rng = random.Random(seed)
+    return array("i", [rng.randrange(1024) for _ in range(tokens)])
+
+
+def timed(
+    bench: Bench, prompt: "array[int]", repeats: int, about: str
+) -> tuple[dict[str, Any], dict[str, list[Recovery]]]:
+    """Recover a prompt by each mode in turn. Return the medians with the choices of auto, and all recoveries by mode.
+
+    A first round, which stores the blocks that are in no lower tier yet, is not measured.
+    """
     times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    chosen, loaded, predicted = [], [], []
+    recoveries: dict[str, list[Recovery]] = {mode: [] for mode in MODES}
     for repeat in tqdm(range(repeats + 1), desc=about, unit=" rounds", disable=None):
         for mode in MODES:
             bench.push_out()
             bench.scheduler.recoveries.policy.mode = mode
             bench.recoveries.clear()
             took = bench.first_token(prompt, f"{mode}{repeat}")
-            if repeat == 0:
-                continue  # stores what is not on the host yet, and warms up
-            times[mode].append(took)
-            report = bench.recoveries[-1]
-            if mode == "auto":
-                chosen.append(report.method)
-                predicted.append(report.predicted)
-            if mode == "both":
-                loaded.append(report.loaded_tokens / tokens)
+            if repeat:
+                times[mode].append(took)
+                recoveries[mode] += bench.recoveries[-1:]  # storage reports none of a prompt that is computed again
     median = {mode: round(statistics.median(values) * 1e3, 2) for mode, values in times.items()}
-    best = min(median[mode] for mode in MODES if mode != "auto")
-    return {
+    chosen: list[str] = [one.method for one in recoveries["auto"]]
+    row = {
         "median_ms": median,
         "auto_chose": max(set(chosen), key=chosen.count),
-        "auto_predicted_ms": round(statistics.median(predicted) * 1e3, 2),
-        "auto_over_best": round(median["auto"] / best, 2),
-        "better_pure_over_both": round(min(median["swap"], median["recompute"]) / median["both"], 2),
-        "share_loaded_by_both": round(statistics.median(loaded), 2),
-        "bytes_per_token": bench.runner.info.bytes_per_block // 16,
+        "auto_over_best": round(median["auto"] / min(median[mode] for mode in MODES if mode != "auto"), 2),
     }
+    return row, recoveries
 
 
 HEADER = "".join(f"{mode + ' ms':>14}" for mode in MODES) + (

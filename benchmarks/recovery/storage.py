@@ -7,12 +7,9 @@ numbers.
 """
 
 import argparse
-import random
 import shutil
-import statistics
 import subprocess
 import tempfile
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -21,43 +18,25 @@ from pagewise_shared.protocol import tier_name
 
 from benchmarks.processes import free_port
 from benchmarks.record import record_file, write_record
-from benchmarks.recovery.run import MODES, Bench, build_model
+from benchmarks.recovery.run import MODES, Bench, build_model, prompt_of, timed
 
 
 def measure(path: Path, tokens: int, repeats: int, **storage: Any) -> dict[str, Any]:
     """Median milliseconds to the first token by mode, and what auto chose."""
     bench = Bench(path, None, tokens, **storage)
-    rng = random.Random(tokens)
-    prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
+    prompt = prompt_of(tokens, tokens)
     bench.first_token(prompt, "cold")
     bench.write_all()
-    times: dict[str, list[float]] = {mode: [] for mode in MODES}
-    chosen = []
-    for repeat in range(repeats + 1):
-        for mode in MODES:
-            bench.push_out()
-            bench.scheduler.recoveries.policy.mode = mode
-            bench.recoveries.clear()
-            took = bench.first_token(prompt, f"{mode}{repeat}")
-            if repeat == 0:
-                continue
-            times[mode].append(took)
-            if mode == "auto":
-                chosen.append(bench.recoveries[-1].method)
-    median = {mode: round(statistics.median(values) * 1e3, 1) for mode, values in times.items()}
-    best = min(median[mode] for mode in MODES if mode != "auto")
+    row, _ = timed(bench, prompt, repeats, f"{tokens} tokens")
     counters = bench.scheduler.kv.pool.counters
     assert counters.recall_failed == 0
     (offered,) = bench.runner.info.tiers
     bench.runner.close()
-    return {
+    return row | {
         "storage": tier_name(offered.number),
         "tokens": tokens,
         "bytes_per_token": bench.runner.info.bytes_per_block // 16,
         "measured_load_block_us": round(offered.load_block, 1),
-        "median_ms": median,
-        "auto_chose": max(set(chosen), key=chosen.count),
-        "auto_over_best": round(median["auto"] / best, 2),
     }
 
 

@@ -19,25 +19,24 @@ PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 FLAGS = sorted(flag for flag in flags_of(ServeConfig) if flag.startswith("--") and flag != "--model")
 """``--model`` is not in the help either: the model is an argument."""
 
+LINES = [
+    ("pagewise ", sorted(COMMANDS)),
+    ("pagewise se", ["segments", "serve"]),
+    ("pagewise serve --tensor-par", ["--tensor-parallel", "--tensor-parallel-size"]),
+    ("pagewise serve some/model --", FLAGS),
+    ("pagewise serve --dtype ", ["auto", "bfloat16", "float16", "float32"]),
+    ("pagewise gateways --log-level w", ["warning"]),
+    ("pagewise pmap --", []),
+]
+"""Begun commands, and the words that may end them in each shell."""
+
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["completion", shell]) == 0
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("pagewise ", sorted(COMMANDS)),
-        ("pagewise se", ["segments", "serve"]),
-        ("pagewise serve --tensor-par", ["--tensor-parallel", "--tensor-parallel-size"]),
-        ("pagewise serve some/model --", FLAGS),
-        ("pagewise serve --dtype ", ["auto", "bfloat16", "float16", "float32"]),
-        ("pagewise serve --dtype=fl", ["float16", "float32"]),
-        ("pagewise gateways --log-level w", ["warning"]),
-        ("pagewise pmap --", []),
-    ],
-)
+@pytest.mark.parametrize(("line", "expected"), [*LINES, ("pagewise serve --dtype=fl", ["float16", "float32"])])
 def test_bash_completes(line: str, expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code = f"""{script("bash", capsys)}
 complete -p pagewise >/dev/null || exit 1
@@ -92,17 +91,7 @@ def test_zsh_completes_what_is_typed(
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("pagewise ", sorted(COMMANDS)),
-        ("pagewise se", ["segments", "serve"]),
-        ("pagewise serve --tensor-par", ["--tensor-parallel", "--tensor-parallel-size"]),
-        ("pagewise serve some/model --", FLAGS),
-        ("pagewise serve --dtype ", ["auto", "bfloat16", "float16", "float32"]),
-        ("pagewise serve --dtype=fl", ["--dtype=float16", "--dtype=float32"]),
-        ("pagewise gateways --log-level w", ["warning"]),
-        ("pagewise pmap --", []),
-    ],
+    ("line", "expected"), [*LINES, ("pagewise serve --dtype=fl", ["--dtype=float16", "--dtype=float32"])]
 )
 def test_fish_completes(line: str, expected: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if shutil.which("fish") is None:
