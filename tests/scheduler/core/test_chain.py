@@ -7,8 +7,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from pagewise_gateway.http.explanation import sentences
 from pagewise_scheduler.core.request_report import request_report
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.routing.executor_view import ExecutorView, PrefixQuery
+from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.routing.policies import cheapest_recovery, look_up
+from pagewise_scheduler.core.routing.prompts import PrefixQuery
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs, Link, together
 from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import Offer, RecoveryMode, compose

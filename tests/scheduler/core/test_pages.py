@@ -3,7 +3,8 @@
 import pytest
 from pagewise_scheduler.core.memory_report import executor_report
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.routing.executor_view import ExecutorView, PrefixQuery
+from pagewise_scheduler.core.routing.executor_view import ExecutorView
+from pagewise_scheduler.core.routing.prompts import PrefixQuery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers import windows
 from pagewise_scheduler.core.tiers.arena import WindowShape

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.routing.executor_view import ExecutorView, Match, PendingPrefixes, Placement, PrefixQuery
+from pagewise_scheduler.core.routing.executor_view import ExecutorView, Match, Placement
 from pagewise_scheduler.core.routing.policies import (
     ROUTING_NAMES,
     Candidate,
@@ -19,6 +19,7 @@ from pagewise_scheduler.core.routing.policies import (
     make_routing,
     place,
 )
+from pagewise_scheduler.core.routing.prompts import PendingPrefixes, PrefixQuery
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Costs
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_shared.protocol import Adapter, AdapterLoaded, LoadAdapter

@@ -17,9 +17,10 @@ from pagewise_shared.protocol import Found, Role
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import WaitCause
 from pagewise_scheduler.core.requests.waiting_queue import QueueLoad
-from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement, PrefixQuery
+from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.migrations import Migrations
 from pagewise_scheduler.core.routing.policies import Roles, RoutingName, make_routing, place, place_decoding
+from pagewise_scheduler.core.routing.prompts import PrefixQuery
 from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.metrics import Metrics

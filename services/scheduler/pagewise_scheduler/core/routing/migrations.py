@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pagewise_scheduler.core.requests.request import Request, RequestSequence, SequenceStatus
-from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement, PrefixQuery
+from pagewise_scheduler.core.routing.executor_view import ExecutorView, Placement
 from pagewise_scheduler.core.routing.policies import AfterPrompt, Roles, may_move
+from pagewise_scheduler.core.routing.prompts import PrefixQuery
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepOutput
 

@@ -14,7 +14,8 @@ from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement, PrefixQuery
+from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement
+from pagewise_scheduler.core.routing.prompts import PrefixQuery
 from pagewise_scheduler.core.tiers.recovery import Known
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
