@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pagewise_scheduler.core.features import drafts
 from pagewise_scheduler.core.features.drafts import look_up
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling.plan_builder import PlanBuilder
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.scheduling.step import PlanBuilder
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import StepPlan, StepResult, pack_int32s
 from pagewise_shared.sampling import BeamParams, num_accepted, token_constraints

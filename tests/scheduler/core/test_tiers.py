@@ -6,8 +6,8 @@ from array import array
 import pytest
 from pagewise_scheduler.core.memory.prefix_tree import ancestors
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling.plan_builder import PendingCopies
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.scheduling.step import PendingCopies
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.protocol import DEVICE, HOST, tier_name, unpack_int32s
 

@@ -17,10 +17,10 @@ from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GON
 from pagewise_scheduler.core.requests.virtual_tokens import VirtualTokens
 from pagewise_scheduler.core.requests.waiting_queue import WaitingQueue
 from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
+from pagewise_scheduler.core.scheduling.plan_builder import PlanBuilder
 from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.scheduling.step import (
     Chunks,
-    PlanBuilder,
     StepInFlight,
     StepLimits,
     StepOutput,
