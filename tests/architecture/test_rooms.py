@@ -38,7 +38,6 @@ LONGER_FILES: dict[str, str] = {
     "services/gateway/pagewise_gateway/structured/vocabulary.py": "the keywords of schemas that forbid nothing",
     "services/scheduler/pagewise_scheduler/server/router.py": "a request from its admission to its executor",
     f"{_CORE}/features/segments.py": "one class, whose methods are the points of the loop that segments change",
-    f"{_CORE}/scheduling/prefill_set.py": "prompts: which starts next, and how far each gets in a step",
     f"{_CORE}/scheduling/scheduler.py": "one class: what a request, a step and a result change are read together",
     f"{_CORE}/tiers/recovery.py": "how sequences get their KV back, and which is the cheapest to get back",
     "shared/pagewise_shared/config/options.py": "the options of every command",

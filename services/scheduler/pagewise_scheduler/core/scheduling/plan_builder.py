@@ -21,6 +21,7 @@ from pagewise_shared.segments import MAX_MOVED_TOKENS
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, name_of
 from pagewise_scheduler.core.requests.request import RequestSequence
+from pagewise_scheduler.core.scheduling.step import Drafts
 from pagewise_scheduler.core.tiers.tier import Copies
 
 _Lists = dict[tuple[int, int, int], list[int | CachedBlock]]
