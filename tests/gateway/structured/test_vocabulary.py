@@ -18,7 +18,8 @@ from pagewise_gateway.structured.grammars import (
     json_schema_grammar,
     structural_tag_grammar,
 )
-from pagewise_gateway.structured.vocabulary import simplified, without_lookahead
+from pagewise_gateway.structured.lookahead import without_lookahead
+from pagewise_gateway.structured.vocabulary import simplified
 from pagewise_gateway.structured.walk import GrammarError
 
 STRING: dict[str, Any] = {"type": "string"}

@@ -6,43 +6,33 @@ forbid something are replaced by others that llguidance implements.
 """
 
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
+from pagewise_gateway.structured.accepted_values import (
+    ASSERTIONS,
+    TYPES,
+    accepts_none,
+    is_closed,
+    is_number,
+    is_zero,
+    limits_texts,
+    listed_names,
+    listed_texts,
+    number_of,
+    of_other_types,
+    properties_of,
+    reach,
+    required_of,
+    types_of,
+)
+from pagewise_gateway.structured.lookahead import without_lookahead
 from pagewise_gateway.structured.walk import GrammarError, nesting, objects, references, subschemas, target_of
 
-ASSERTIONS = frozenset(
-    {
-        *("$dynamicRef", "$recursiveRef", "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const"),
-        *("contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "enum", "exclusiveMaximum"),
-        *("exclusiveMinimum", "format", "if", "items", "maxContains", "maxItems", "maxLength", "maxProperties"),
-        *("maximum", "minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf"),
-        *("pattern", "patternProperties", "prefixItems", "properties", "propertyNames", "required", "then", "type"),
-        *("unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-guidance"),
-    }
-)
-"""Keywords that may forbid something. All others forbid nothing, whatever their value, so they are removed."""
-TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
-_OF_ONE_TYPE = {
-    "array": ("contains", "maxContains", "minContains", "minItems", "unevaluatedItems", "uniqueItems"),
-    "object": (
-        *("dependencies", "dependentRequired", "dependentSchemas", "minProperties", "patternProperties"),
-        *("propertyNames", "unevaluatedProperties"),
-    ),
-    "string": ("format",),
-}
-"""Keywords that do not apply to values of other types."""
-_NO_TYPES: frozenset[str] = frozenset()
-_UNIONS = frozenset({"allOf", "anyOf", "oneOf"})
-
-Reach = tuple[frozenset[str], frozenset[str]]
-"""The types of which a schema may accept some value, and the types of which it certainly accepts every value."""
 _STRUCTURE = frozenset({"$defs", "$id", "$schema", "definitions"})
 _USELESS_ALONE = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _APPLICATORS = ("if", "then", "else", "not", "contains")
@@ -98,7 +88,7 @@ def simplified(schema: Any) -> Any:
     if isinstance(schema, dict):
         work = _Simplification(schema)
         work.run()
-        return False if _accepts_none(schema) else schema
+        return False if accepts_none(schema) else schema
     return schema
 
 
@@ -135,7 +125,7 @@ class _Simplification:
 
     def _drop(self, schema: dict[str, Any]) -> None:
         self._rewrite(schema)
-        types = _types_of(schema)
+        types = types_of(schema)
         for keyword in list(schema):
             if self._forbids_nothing(schema, keyword, types):
                 del schema[keyword]
@@ -149,7 +139,7 @@ class _Simplification:
             schema["allOf"] = [False]
 
     def _excludes_all(self, schema: dict[str, Any]) -> bool:
-        if "$ref" in schema and _accepts_none(self.resolved(schema)):
+        if "$ref" in schema and accepts_none(self.resolved(schema)):
             return True
         return "not" in schema and not self._keeps(schema["not"]) and bool(self.decides(schema, schema["not"]))
 
@@ -157,7 +147,7 @@ class _Simplification:
         """Whether a keyword can be removed from a schema that allows values of these types."""
         if self._keeps(schema[keyword]):
             return False
-        if (keyword not in ASSERTIONS and keyword not in _STRUCTURE) or _of_other_types(keyword, types):
+        if (keyword not in ASSERTIONS and keyword not in _STRUCTURE) or of_other_types(keyword, types):
             return True
         test = _FORBIDS_NOTHING.get(keyword)
         evaluates = self._finds_unevaluated and keyword in _EVALUATING
@@ -187,9 +177,9 @@ class _Simplification:
             _add(schema, [{"pattern": one} for one in others])
 
     def _rewrite_bounds(self, schema: dict[str, Any]) -> None:
-        of_numbers = "number" in _types_of(schema)
+        of_numbers = "number" in types_of(schema)
         for name, most in _BOUNDS.items():
-            bound = _number(schema, name, 0)
+            bound = number_of(schema, name, 0)
             if bound < most < 0 or (of_numbers and bound > most > 0):
                 schema[name] = most
 
@@ -199,7 +189,7 @@ class _Simplification:
             return
         items = "additionalItems" if isinstance(schema.get("items"), list) else "items"
         for name, instead in ("unevaluatedItems", items), ("unevaluatedProperties", "additionalProperties"):
-            free = instead not in schema and not _of_other_types(name, _types_of(schema))
+            free = instead not in schema and not of_other_types(name, types_of(schema))
             if name in schema and free and not self._keeps(schema[name]) and not self.accepts_all(schema[name]):
                 schema[instead] = schema.pop(name)
 
@@ -215,7 +205,7 @@ class _Simplification:
         refused = schema.get("not")
         if not isinstance(refused, dict):
             return
-        asserted, values, texts = ASSERTIONS & refused.keys(), _listed_texts(schema), _listed_texts(refused)
+        asserted, values, texts = ASSERTIONS & refused.keys(), listed_texts(schema), listed_texts(refused)
         if asserted == {"not"}:
             self._add_if_needed(schema, schema.pop("not")["not"])
         elif values is not None and texts is not None and len(asserted) == 1:
@@ -226,12 +216,12 @@ class _Simplification:
     def _rewrite_contains(self, schema: dict[str, Any]) -> None:
         if "contains" not in schema or not self.counts_contained or not self.accepts_all(schema["contains"]):
             return
-        least, most = _number(schema, "minContains", 1), _number(schema, "maxContains", math.inf)
+        least, most = number_of(schema, "minContains", 1), number_of(schema, "maxContains", math.inf)
         for name in ("contains", "minContains", "maxContains"):
             schema.pop(name, None)
-        schema["minItems"] = max(_number(schema, "minItems", 0), least)
+        schema["minItems"] = max(number_of(schema, "minItems", 0), least)
         if most < math.inf:
-            schema["maxItems"] = min(_number(schema, "maxItems", most), most)
+            schema["maxItems"] = min(number_of(schema, "maxItems", most), most)
 
     def _rewrite_patterns_of_names(self, schema: dict[str, Any]) -> None:
         others, patterns = schema.get("additionalProperties", True), schema.get("patternProperties")
@@ -248,7 +238,7 @@ class _Simplification:
         names = schema.get("propertyNames")
         free = "patternProperties" not in schema and not self._finds_unevaluated
         if isinstance(names, dict | bool) and free and not self._keeps(names):
-            listed = self.known(_listed_names, self.resolved(names))
+            listed = self.known(listed_names, self.resolved(names))
             if listed is not None and self._num_names + len(listed) <= _MOST_NAMES:
                 self._num_names += len(listed)
                 self._name_properties(schema, listed)
@@ -290,12 +280,12 @@ class _Simplification:
         return None
 
     def accepts_all(self, schema: Any) -> bool:
-        return bool(self.known(_reach, self.resolved(schema))[1] == TYPES)
+        return bool(self.known(reach, self.resolved(schema))[1] == TYPES)
 
     def decides(self, schema: Mapping[str, Any], other: Any) -> bool | None:
         """Return whether ``other`` accepts all values of the types of ``schema`` (True), or none of them (False); None:
         neither is certain."""
-        types, (some, every) = _types_of(schema), self.known(_reach, self.resolved(other))
+        types, (some, every) = types_of(schema), self.known(reach, self.resolved(other))
         return True if types <= every else None if types & some else False
 
     def evaluates_nothing_new(self, schema: Any) -> bool:
@@ -315,12 +305,12 @@ _Test = Callable[[_Simplification, dict[str, Any], Any], bool]
 def _conditional(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
     # ``if`` forbids nothing if each branch that may be taken accepts every value.
     then, otherwise = work.accepts_all(schema.get("then", True)), work.accepts_all(schema.get("else", True))
-    return (then or _accepts_none(value)) and (otherwise or work.accepts_all(value))
+    return (then or accepts_none(value)) and (otherwise or work.accepts_all(value))
 
 
 def _depends_on_nothing(work: _Simplification, schema: dict[str, Any], value: Any) -> bool:
     # The schemas that a property requires accept everything, and the names are required anyway.
-    required, closed, named = _required_of(schema), _is_closed(schema), _properties_of(schema)
+    required, closed, named = required_of(schema), is_closed(schema), properties_of(schema)
     return isinstance(value, dict) and all(
         (closed and of not in named)
         or (
@@ -342,11 +332,11 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     "anyOf": lambda work, schema, value: isinstance(value, list) and any(work.decides(schema, one) for one in value),
     "contains": lambda work, schema, value: (
         work.counts_contained
-        and _is_zero(schema.get("minContains"))
+        and is_zero(schema.get("minContains"))
         and (
-            _accepts_none(value)
+            accepts_none(value)
             or "maxContains" not in schema
-            or _number(schema, "maxItems", math.inf) <= _number(schema, "maxContains", 0)
+            or number_of(schema, "maxItems", math.inf) <= number_of(schema, "maxContains", 0)
         )
     ),
     "dependencies": _depends_on_nothing,
@@ -355,20 +345,20 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
     "exclusiveMaximum": lambda work, schema, value: value is False,  # of draft 4
     "exclusiveMinimum": lambda work, schema, value: value is False,
     "format": lambda work, schema, value: (
-        isinstance(value, str) and (value in _HINTS or (value not in _FORMATS and _says_more(schema)))
+        isinstance(value, str) and (value in _HINTS or (value not in _FORMATS and limits_texts(schema)))
     ),
     "if": _conditional,
     "maxProperties": lambda work, schema, value: (
-        _is_closed(schema) and _is_number(value) and len(_properties_of(schema)) <= value
+        is_closed(schema) and is_number(value) and len(properties_of(schema)) <= value
     ),
-    "minItems": lambda work, schema, value: _is_zero(value),
-    "minLength": lambda work, schema, value: _is_zero(value),
-    "minProperties": lambda work, schema, value: _is_number(value) and value <= len(_required_of(schema)),
+    "minItems": lambda work, schema, value: is_zero(value),
+    "minLength": lambda work, schema, value: is_zero(value),
+    "minProperties": lambda work, schema, value: is_number(value) and value <= len(required_of(schema)),
     "not": lambda work, schema, value: work.decides(schema, value) is False,
     "oneOf": lambda work, schema, value: (
         isinstance(value, list)
         and sum(map(work.accepts_all, value)) == 1
-        and all(work.accepts_all(one) or _accepts_none(one) for one in value)
+        and all(work.accepts_all(one) or accepts_none(one) for one in value)
     ),
     "pattern": lambda work, schema, value: isinstance(value, str) and value in _ANY_TEXT,
     "patternProperties": lambda work, schema, value: (
@@ -381,7 +371,7 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
             )
         )
     ),
-    "propertyNames": lambda work, schema, value: "string" in work.known(_reach, work.resolved(value))[1],
+    "propertyNames": lambda work, schema, value: "string" in work.known(reach, work.resolved(value))[1],
     "unevaluatedItems": lambda work, schema, value: (
         work.evaluates_nothing_new(value) or isinstance(schema.get("items"), dict | bool)
     ),
@@ -389,7 +379,7 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
         work.evaluates_nothing_new(value) or "additionalProperties" in schema
     ),
     "uniqueItems": lambda work, schema, value: (
-        value is False or (_is_number(schema.get("maxItems")) and schema["maxItems"] <= 1)
+        value is False or (is_number(schema.get("maxItems")) and schema["maxItems"] <= 1)
     ),
 }
 
@@ -397,184 +387,3 @@ _FORBIDS_NOTHING: dict[str, _Test] = {
 def _add(schema: dict[str, Any], others: Sequence[Any]) -> None:
     if others and isinstance(found := schema.get("allOf", []), list):
         schema["allOf"] = [*found, *others]
-
-
-# ---- the values that a schema accepts, as far as that is certain ---------------------------------------
-# References are not followed, because their number in nested unions may grow exponentially: a schema that has one may
-# accept anything.
-
-
-def _types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a schema allows by ``type``, ``enum`` and ``const``."""
-    found, declared = TYPES, schema.get("type")
-    if isinstance(declared, str | list):
-        named = [declared] if isinstance(declared, str) else declared
-        found = frozenset(each for each in named if isinstance(each, str))
-        found |= {"integer"} if "number" in found else set()
-    if "const" in schema:
-        found &= {_type_of(schema["const"])}
-    if isinstance(values := schema.get("enum"), list):
-        found &= set(map(_type_of, values))
-    return found
-
-
-def _of_other_types(keyword: str, types: frozenset[str]) -> bool:
-    """Return whether a keyword does not apply to values of these types."""
-    return any(keyword in keywords and of not in types for of, keywords in _OF_ONE_TYPE.items())
-
-
-def _type_of(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return "null" if value is None else "boolean"
-    if isinstance(value, int | float):
-        return "integer" if isinstance(value, int) or value.is_integer() else "number"
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
-
-
-def _accepts_none(schema: Any) -> bool:
-    """Whether a schema certainly accepts no value."""
-    return schema is False or (isinstance(schema, dict) and schema.get("allOf") == [False])
-
-
-def _reach(schema: Any) -> Reach:
-    """Return the types of values that a schema accepts."""
-    if isinstance(schema, bool):
-        return (TYPES, TYPES) if schema else (_NO_TYPES, _NO_TYPES)
-    if not isinstance(schema, dict):
-        return TYPES, _NO_TYPES
-    if _accepts_none(schema):
-        return _NO_TYPES, _NO_TYPES
-    some = every = _types_of(schema)
-    for union in _UNIONS & schema.keys():
-        if not isinstance(parts := schema[union], list):
-            return TYPES, _NO_TYPES
-        some_of_parts, every_of_parts = _reach_of_union(union, list(map(_reach, parts)))
-        some, every = some & some_of_parts, every & every_of_parts
-    return some, every if ASSERTIONS & schema.keys() <= {"type", *_UNIONS} else _NO_TYPES
-
-
-def _reach_of_union(union: str, parts: list[Reach]) -> Reach:
-    some, every = [one for one, _ in parts], [one for _, one in parts]
-    if union == "allOf" or len(parts) == 1:
-        return TYPES.intersection(*some), TYPES.intersection(*every)
-    # A value that two parts of oneOf accept is refused.
-    return _NO_TYPES.union(*some), _NO_TYPES.union(*every) if union == "anyOf" else _NO_TYPES
-
-
-def _listed_names(schema: Any) -> Collection[str] | None:
-    """Return the strings that a schema accepts, if it lists them; None otherwise."""
-    if _accepts_none(schema):
-        return ()
-    if not isinstance(schema, dict):
-        return None
-    asserted = ASSERTIONS & schema.keys()
-    if len(asserted) == 1 and asserted <= _UNIONS:
-        (union,) = asserted
-        return _names_of_union(union, schema[union])
-    if "string" not in _types_of({"type": schema["type"]} if "type" in schema else {}):
-        return ()
-    if asserted - {"type"} == {"const"}:
-        return tuple(filter(_is_text, [schema["const"]]))
-    if asserted - {"type"} == {"enum"} and isinstance(schema["enum"], list):
-        return dict.fromkeys(filter(_is_text, schema["enum"]))
-    return None
-
-
-def _names_of_union(union: str, parts: Any) -> Collection[str] | None:
-    found = [_listed_names(part) for part in parts] if isinstance(parts, list) else [None]
-    times: Counter[str] = Counter()
-    for names in found:
-        if names is None:
-            return None
-        times.update(list(names))
-    right = {"allOf": len(found), "oneOf": 1}.get(union)
-    return [name for name, number in times.items() if right in (None, number)]
-
-
-def _listed_texts(schema: Any) -> list[str | None] | None:
-    """Return the values that a schema lists, if all of them are texts or null; None otherwise."""
-    if not isinstance(schema, dict) or not isinstance(values := schema.get("enum", [schema.get("const", 0)]), list):
-        return None
-    if "const" in schema and "enum" in schema:
-        return None
-    return values if all(isinstance(value, str | None) for value in values) else None
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _properties_of(schema: Mapping[str, Any]) -> Collection[str]:
-    properties = schema.get("properties")
-    return properties if isinstance(properties, dict) else ()
-
-
-def _is_closed(schema: Mapping[str, Any]) -> bool:
-    return schema.get("additionalProperties") is False and "patternProperties" not in schema
-
-
-def _required_of(schema: Mapping[str, Any]) -> set[str]:
-    required = schema.get("required")
-    return set(filter(_is_text, required)) if isinstance(required, list) else set()
-
-
-def _says_more(schema: Mapping[str, Any]) -> bool:
-    # Whether another keyword than ``format`` limits texts.
-    parts = schema.get("allOf")
-    return not {"pattern", "enum", "const"}.isdisjoint(schema) or (
-        isinstance(parts, list) and any(isinstance(part, dict) and "pattern" in part for part in parts)
-    )
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number(schema: Mapping[str, Any], keyword: str, default: float) -> float:
-    # Other values are refused when the schema is compiled.
-    return value if _is_number(value := schema.get(keyword)) else default
-
-
-def _is_zero(value: Any) -> bool:
-    return _is_number(value) and value == 0
-
-
-# ---- regular expressions with look-ahead, which llguidance does not have -------------------------------
-
-_TIME = r"(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
-_KNOWN = {
-    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
-        r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
-    ),
-    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
-        rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:T{_TIME})?|T{_TIME})$"
-    ),
-}
-"""Zod 4's expressions of e-mail addresses and durations, and equivalent ones without look-ahead."""
-_AHEAD = "^(?="
-_UNIT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-"""An escaped character, a class of characters, or any other character."""
-
-
-def without_lookahead(pattern: str) -> list[str]:
-    """Split an expression into several that all have to match. A look-ahead at its beginning becomes one of them; other
-    look-around stays, and is refused when it is compiled."""
-    pattern = _KNOWN.get(pattern, pattern)
-    found = []
-    while pattern.startswith(_AHEAD) and (end := _group_end(pattern, len(_AHEAD))) > 0:
-        found.append(f"^(?:{pattern[len(_AHEAD) : end]})")
-        pattern = f"^{pattern[end + 1 :]}"
-    return [pattern, *found]
-
-
-def _group_end(pattern: str, at: int) -> int:
-    """Return the end of the group that is open at ``at``; -1: none, or it is repeated, or an alternative follows."""
-    depth, end = 1, -1
-    for found in _UNIT.finditer(pattern, at):
-        unit = found[0]
-        depth += (unit == "(") - (unit == ")")
-        if depth == 0 and end < 0:
-            end = found.start()
-        elif depth == 0 and (unit == "|" or (unit in "*+?{" and found.start() == end + 1)):
-            return -1
-    return end
