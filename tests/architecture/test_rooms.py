@@ -34,7 +34,6 @@ LONGER_FILES: dict[str, str] = {
     "services/gateway/pagewise_gateway/http/schema.py": "the bodies of requests of OpenAI's and vLLM's API",
     "services/gateway/pagewise_gateway/scheduler_client/live_request.py": "a request that is served, with its outputs",
     "services/gateway/pagewise_gateway/scheduler_client/client.py": "the class that owns a gateway's live requests",
-    "services/gateway/pagewise_gateway/structured/tool_calls.py": "grammars of calls, and the parameters in them",
     "services/scheduler/pagewise_scheduler/server/router.py": "a request from its admission to its executor",
     f"{_CORE}/features/segments.py": "one class, whose methods are the points of the loop that segments change",
     f"{_CORE}/scheduling/scheduler.py": "one class: what a request, a step and a result change are read together",

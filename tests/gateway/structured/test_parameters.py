@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from pagewise_gateway.structured.tool_calls import Function, UnsupportedSchemaError, tool_call_grammar
+from pagewise_gateway.structured.call_parameters import UnsupportedSchemaError
+from pagewise_gateway.structured.tool_calls import Function, tool_call_grammar
 from pagewise_gateway.text.output_parsing import make_format
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
-from pagewise_gateway.structured.tool_calls import Function, UnsupportedSchemaError, after_reasoning, tool_call_grammar
+from pagewise_gateway.structured.call_parameters import UnsupportedSchemaError
+from pagewise_gateway.structured.tool_calls import Function, after_reasoning, tool_call_grammar
 from pagewise_gateway.text.output_parsing import (
     TOOL_FORMATS,
     MessageParser,

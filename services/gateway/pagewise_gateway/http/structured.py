@@ -21,9 +21,10 @@ from pagewise_gateway.http.schema import (
 )
 from pagewise_gateway.metrics import GrammarKind
 from pagewise_gateway.structured import grammars
+from pagewise_gateway.structured.call_parameters import UnsupportedSchemaError
 from pagewise_gateway.structured.grammars import Make, Validate
 from pagewise_gateway.structured.schemas import check_schema
-from pagewise_gateway.structured.tool_calls import Function, UnsupportedSchemaError, after_reasoning, tool_call_grammar
+from pagewise_gateway.structured.tool_calls import Function, after_reasoning, tool_call_grammar
 from pagewise_gateway.structured.vocabulary import simplified
 from pagewise_gateway.structured.walk import GrammarError, TooManyGrammarsError
 from pagewise_gateway.text.output_parsing import Start

@@ -166,7 +166,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def number_of(schema: Mapping[str, Any], keyword: str, default: float) -> float:
-    """Return the number that a keyword has, ``default`` without one. Other values are refused when the schema is compiled."""
+    """Return the number that a keyword has, or ``default``. Other values are refused when the schema is compiled."""
     return value if is_number(value := schema.get(keyword)) else default
 
 

@@ -6,45 +6,28 @@ contain no special token.
 
 import json
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
-from urllib.parse import unquote
 
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
-from pagewise_gateway.structured.walk import references
+from pagewise_gateway.structured.call_parameters import (
+    ANY_OBJECT,
+    PYTHON_NAME,
+    UnsupportedSchemaError,
+    listed_parameters,
+    python_parameters,
+    self_contained,
+    string_choices,
+)
 from pagewise_gateway.text.output_parsing.deltas import schema_types
 from pagewise_gateway.text.output_parsing.formats import HARMONY_TOOLS, OutputFormat, Start
 
-_ANY_OBJECT = {"type": "object"}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _SPACE = r"[\s\x1c-\x1f]*"  # as Python sees it
 _PYTHON_BLOCK = rf"/{_SPACE}```(tool_code|python)?{_SPACE}\[?{_SPACE}[A-Za-z_][A-Za-z0-9_.\-]*\((?s:.*)/"
 """A block of code that begins with a call. The parser would read it as calls, so no answer may begin with it."""
-_ANNOTATIONS = frozenset(
-    {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "nullable", "readOnly"}
-    | {"title", "writeOnly"}
-)
-_DEFINITIONS = frozenset({"$defs", "definitions"})
-_OF_PARAMETERS = _ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
-_OF_STRINGS = _ANNOTATIONS | _DEFINITIONS | {"type"}
-_LOOSE = frozenset({"minProperties"})
-_LOOSE_OF_STRINGS = frozenset({"contentEncoding", "contentMediaType", "format", "maxLength", "minLength", "pattern"})
-"""Keywords that the grammar does not enforce if the function is not strict."""
-_REFERENCES = ("#/$defs/", "#/definitions/")
-
-
-class UnsupportedSchemaError(ValueError):
-    """A schema cannot be followed in the format of the model; the text names the function and the reason."""
-
-
-class _Parameter(NamedTuple):
-    name: str
-    schema: dict[str, Any]
-    required: bool
 
 
 class Function(NamedTuple):
@@ -158,7 +141,7 @@ def _callable_functions(shape: _Shape, functions: Sequence[Function], required: 
     # error.
     if shape.arguments != "python" or required:
         return functions
-    return [each for each in functions if each.strict or _PYTHON_NAME.fullmatch(each.name)] or functions
+    return [each for each in functions if each.strict or PYTHON_NAME.fullmatch(each.name)] or functions
 
 
 def after_reasoning(grammar: str, output: OutputFormat, special_tokens: Mapping[str, int], start: Start) -> str:
@@ -249,12 +232,12 @@ class _Grammar:
         schema: Mapping[str, Any] = function.parameters if function.parameters is not None else _NO_PARAMETERS
         follows = required or function.strict
         if not follows:
-            schema = _ANY_OBJECT
+            schema = ANY_OBJECT
         before = self.text(shape.before.replace("NAME", function.name))
         if shape.arguments == "json":
             arguments = self._json(schema)
         elif shape.arguments == "python":
-            if _PYTHON_NAME.fullmatch(function.name) is None:
+            if PYTHON_NAME.fullmatch(function.name) is None:
                 raise UnsupportedSchemaError(f"{function.name!r} cannot be called by this model: no name in Python")
             arguments = self._keywords(function, schema) if follows else self._any_keywords()
         else:
@@ -274,8 +257,8 @@ class _Grammar:
         """Match the arguments of a call in Python, whose values are written as JSON."""
         # From the last property to the first: the rest of the arguments after another argument, and as the first ones.
         some = none = '""'
-        for name, value, required in reversed(_python_parameters(function.name, schema, function.strict)):
-            item = self.rule("argument", f"{_quoted(name + '=')} {self._json(_self_contained(value, schema))}")
+        for name, value, required in reversed(python_parameters(function.name, schema, function.strict)):
+            item = self.rule("argument", f"{_quoted(name + '=')} {self._json(self_contained(value, schema))}")
             after = self.rule("some", some)
             some = f'", " {item} {after}' if required else f'(", " {item})? {after}'
             none = f"{item} {after}" if required else f"{item} {after} | {self.rule('none', none)}"
@@ -289,7 +272,7 @@ class _Grammar:
     def _tags(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Match the arguments of GLM, in which strings are written without quotes."""
         parts = []
-        for parameter in _listed_parameters(function.name, schema, function.strict):
+        for parameter in listed_parameters(function.name, schema, function.strict):
             name, value, required = parameter
             if not name or name != name.strip() or "<" in name:
                 raise UnsupportedSchemaError(
@@ -298,8 +281,8 @@ class _Grammar:
             key = self.text(f"<arg_key>{name}</arg_key>\n<arg_value>")
             closing = "</arg_value>"
             if "string" not in schema_types(value):
-                written = f"{self._json(_self_contained(value, schema))} {self.text(closing)}"
-            elif (choices := _string_choices(function.name, parameter, function.strict)) is not None:
+                written = f"{self._json(self_contained(value, schema))} {self.text(closing)}"
+            elif (choices := string_choices(function.name, parameter, function.strict)) is not None:
                 written = f"({' | '.join(map(_quoted, choices))}) {self.text(closing)}"
             else:
                 written = self.until(closing)
@@ -331,127 +314,3 @@ def _escaped(text: str) -> str:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-# ---- parameters of formats in which arguments are not one JSON object ----------------------------------
-# The grammar of such a call is made parameter by parameter. So keywords about the object as a whole cannot be followed,
-# and are refused by name: only the listed keywords are honoured, or forbid nothing. A function that is not strict may
-# have a few more, which the grammar does not enforce.
-
-
-def _listed_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[_Parameter]:
-    _check_keywords(f"the parameters of {function!r}", schema, _OF_PARAMETERS if strict else _OF_PARAMETERS | _LOOSE)
-    if "object" not in (schema_types(schema) or ["object"]):
-        raise UnsupportedSchemaError(f"the parameters of {function!r} are no object")
-    properties, required = _properties(function, schema)
-    for reference in references(schema):
-        if not reference.startswith(_REFERENCES):
-            raise UnsupportedSchemaError(
-                f"$ref {reference[:100]!r} in the parameters of {function!r} cannot be followed: in the format of this "
-                "model, those that refer to $defs can"
-            )
-    return [
-        _Parameter(name, dict(value) if isinstance(value, Mapping) else {}, name in required)
-        for name, value in properties.items()
-        if value is not False  # a parameter with this schema must not be given
-    ]
-
-
-def _properties(function: str, schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        raise UnsupportedSchemaError(f"properties or required in the parameters of {function!r} have the wrong type")
-    for name in required:
-        if not isinstance(name, str) or properties.get(name, False) is False:
-            raise UnsupportedSchemaError(
-                f"the parameters of {function!r} require {name!r}, which is not listed in properties"
-            )
-    for name, value in properties.items():
-        if not isinstance(value, Mapping | bool):
-            raise UnsupportedSchemaError(f"the schema of the parameter {name!r} of {function!r} is no schema")
-    return properties, required
-
-
-def _self_contained(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a value with the definitions of ``schema`` that it refers to, directly or not."""
-    found: dict[str, dict[str, Any]] = {}
-    waiting: list[Any] = [value]
-    while waiting:
-        for reference in references(waiting.pop()):
-            group, name = reference.split("/")[1:3]
-            name = unquote(name).replace("~1", "/").replace("~0", "~")
-            definitions = schema.get(group)
-            if isinstance(definitions, Mapping) and name in definitions and name not in found.setdefault(group, {}):
-                found[group][name] = definitions[name]
-                waiting.append(definitions[name])
-    return {**value, **found}
-
-
-def _python_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[_Parameter]:
-    found = _listed_parameters(function, schema, strict)
-    for name, _, _ in found:  # keywords of Python such as ``from`` are allowed
-        if not name.isidentifier() or not unicodedata.is_normalized("NFKC", name):
-            raise UnsupportedSchemaError(
-                f"the parameter {name!r} of {function!r} cannot be written: this model calls functions in Python"
-            )
-    return found
-
-
-def _string_choices(function: str, parameter: _Parameter, strict: bool) -> Sequence[str] | None:
-    """Return the values of the enum of a parameter that is written without quotes; None: any string."""
-    known = _OF_STRINGS if strict else _OF_STRINGS | _LOOSE_OF_STRINGS
-    name = f"the parameter {parameter.name!r} of {function!r}"
-    choices = _choices(name, parameter.schema, known)
-    if choices is None:
-        _check_string(name, parameter.schema, known)
-    elif any("</arg_value>" in each for each in choices):
-        raise UnsupportedSchemaError(
-            f"{name} may be a text with '</arg_value>', which ends values in the format of this model"
-        )
-    return choices
-
-
-def _choices(name: str, schema: Mapping[str, Any], known: frozenset[str]) -> list[str] | None:
-    """Return the values of an enum or a const, in which null is a text; None: there is no enum."""
-    if isinstance(schema.get("anyOf"), list):
-        return _choices_or_null(name, schema, known)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or not all(isinstance(each, str | None) for each in values):
-        return None
-    null = None in values and "null" in schema_types(schema)
-    found = [each for each in values if each is not None] + ["null"] * null
-    if not found:
-        return None
-    _check_keywords(name, schema, known | {"enum", "const"})
-    return found
-
-
-def _choices_or_null(name: str, schema: Mapping[str, Any], known: frozenset[str]) -> list[str] | None:
-    """Do the same for an ``anyOf`` of one schema, with null or without it."""
-    union = schema["anyOf"]
-    others = [each for each in union if isinstance(each, Mapping) and each.get("type") != "null"]
-    if len(others) != 1 or len(union) > 2 or (found := _choices(name, others[0], known)) is None:
-        return None
-    _check_keywords(name, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
-    return found + ["null"] * (len(union) - 1)
-
-
-def _check_string(name: str, schema: Any, known: frozenset[str]) -> None:
-    """Check that a schema that accepts some strings accepts all of them."""
-    if not isinstance(schema, Mapping):
-        return
-    if "anyOf" in schema and "oneOf" not in schema:
-        _check_keywords(name, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
-        free = [each for each in schema["anyOf"] if "string" in schema_types(each)]
-        if len(free) == 1:
-            _check_string(name, free[0], known)
-            return
-    _check_keywords(name, schema, known)
-
-
-def _check_keywords(name: str, schema: Mapping[str, Any], known: frozenset[str]) -> None:
-    keywords = map(str, schema.keys() - known)
-    if unknown := sorted(each for each in keywords if not each.startswith("x-")):
-        raise UnsupportedSchemaError(
-            f"{', '.join(unknown)[:200]} in {name} cannot be followed in the format of this model"
-        )
