@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from pagewise_gateway.http import messages_api, messages_schema, responses_api, responses_schema
+from pagewise_gateway.http import messages_api, messages_schema, responses_request, responses_schema
 from pagewise_gateway.http.conversation import render_chat
 from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -197,7 +197,7 @@ def of_responses(conversation: Sequence[Said]) -> ChatRequest:
         for name, about, parameters in TOOLS
     ]
     body = {"model": "m", "instructions": INSTRUCTIONS, "input": items, "tools": tools}
-    return responses_api.chat_request(msgspec.convert(body, responses_schema.ResponsesRequest))
+    return responses_request.chat_request(msgspec.convert(body, responses_schema.ResponsesRequest))
 
 
 def of_messages(conversation: Sequence[Said]) -> ChatRequest:

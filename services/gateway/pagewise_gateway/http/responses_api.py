@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: a translation of OpenAI's Responses API to and from chats."""
+"""``POST /v1/responses`` of OpenAI's Responses API: its answers, made of the answers of chats."""
 
 import logging
 import time
@@ -6,11 +6,10 @@ import uuid
 from collections.abc import Iterator, Mapping
 from functools import cache
 from io import StringIO
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import msgspec
 from aiohttp import web
-from msgspec import UNSET, Raw, Struct, structs
+from msgspec import UNSET, Raw
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http import responses_schema as schema
@@ -18,32 +17,14 @@ from pagewise_gateway.http.answers import ChatRun, EventAnswer, as_bytes, ended_
 from pagewise_gateway.http.answers import usage as usage_of
 from pagewise_gateway.http.chat import run_chat
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
-from pagewise_gateway.http.errors import APIError, InvalidRequestError, UnsupportedParameterError
+from pagewise_gateway.http.errors import APIError, InvalidRequestError
 from pagewise_gateway.http.intake import UNCOUNTED_BYTES, Reservation
-from pagewise_gateway.http.parsing import explain, read_request
-from pagewise_gateway.http.schema import (
-    AssistantToolCall,
-    CalledFunction,
-    ChatMessage,
-    ChatRequest,
-    ChosenFunction,
-    ContentPart,
-    JSONObjectFormat,
-    JSONSchema,
-    JSONSchemaFormat,
-    NamedToolChoice,
-    ResponseFormat,
-    ToolChoice,
-    function_tools,
-)
+from pagewise_gateway.http.parsing import read_request
+from pagewise_gateway.http.responses_request import FIELD_NAMES, chat_request, drop_other_tools
 from pagewise_gateway.http.writing import encode
-from pagewise_gateway.metrics import LeftOutTool
 from pagewise_gateway.text.output_parsing.deltas import DeltaKind
 
 log = logging.getLogger(__name__)
-
-_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
-"""The fields of a chat that have other names in this API."""
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
@@ -71,7 +52,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
             repeated=num_bytes,
         )
     except InvalidRequestError as error:
-        error.rename(_NAMES)
+        error.rename(FIELD_NAMES)
         raise
 
 
@@ -79,171 +60,6 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 def _warn_once(kind: str) -> None:
     log.warning("tools of type %s are left out of requests that have functions, too", kind)
 
-
-# ---- the request ----
-
-_ITEMS: dict[str, type[Struct]] = {
-    "message": schema.MessageItem,
-    "reasoning": schema.ReasoningItem,
-    "function_call": schema.FunctionCallItem,
-    "function_call_output": schema.FunctionOutputItem,
-}
-
-
-def chat_request(body: schema.ResponsesRequest) -> ChatRequest:
-    """Translate a request for a response into a chat. All its tools are functions (see ``drop_other_tools``).
-
-    Raises:
-        InvalidRequestError: an item is invalid, or the request asks for stored responses.
-    """
-    _check_stateless(body)
-    return ChatRequest(
-        messages=_messages(body),
-        model=body.model,
-        max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        tools=function_tools(tool for tool in body.tools or () if isinstance(tool, schema.FunctionTool)),
-        tool_choice=_tool_choice(body),
-        parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
-        response_format=_format(body),
-        stream=body.stream,
-        chat_template_kwargs=body.chat_template_kwargs,
-        cache_salt=body.cache_salt,
-        prompt_cache_retention=body.prompt_cache_retention,
-    )
-
-
-def drop_other_tools(body: schema.ResponsesRequest) -> set[LeftOutTool]:
-    """Drop the tools that are not functions, and return their types.
-
-    Agents offer such tools beside their functions to every server, and work without them if the model never calls one.
-
-    Raises:
-        UnsupportedParameterError: there are other tools and no functions, so the request needs such a tool.
-    """
-    tools = body.tools or []
-    functions: list[schema.ResponseTool] = [tool for tool in tools if isinstance(tool, schema.FunctionTool)]
-    others = [
-        cast(LeftOutTool, tool.__struct_config__.tag) for tool in tools if not isinstance(tool, schema.FunctionTool)
-    ]
-    if others and not functions:
-        raise UnsupportedParameterError(
-            f"tools: {others[0]} is not supported by Pagewise, only functions are", "tools[0].type"
-        )
-    body.tools = functions or None
-    return set(others)
-
-
-def _check_stateless(body: schema.ResponsesRequest) -> None:
-    for name in ("store", "previous_response_id", "background"):
-        if getattr(body, name):
-            raise UnsupportedParameterError(f"{name} is not supported by Pagewise, which stores no responses", name)
-    for wanted in body.include or ():
-        if wanted != "reasoning.encrypted_content":  # stateless clients always ask for it; the answer has none
-            raise UnsupportedParameterError(f"include: {wanted!r} is not supported by Pagewise", "include")
-
-
-def _messages(body: schema.ResponsesRequest) -> list[ChatMessage]:
-    """Return the messages of the chat. Consecutive reasoning, text and calls of the model become one message."""
-    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    if not given:
-        raise InvalidRequestError("input must not be empty", "input")
-    if len(given) > schema.MAX_ITEMS:
-        raise InvalidRequestError(f"input: {len(given)} items are too many, at most {schema.MAX_ITEMS}", "input")
-    messages = [ChatMessage("system", body.instructions)] if body.instructions else []
-    for number, item in enumerate(given):
-        message = _message(_item(item, number))
-        if messages and _continues(messages[-1], message):
-            message = _joined(messages.pop(), message)
-        messages.append(message)
-    messages = [message for message in messages if message != ChatMessage("assistant")]
-    if not messages:
-        raise InvalidRequestError("input contains nothing that is a part of the prompt", "input")
-    return messages
-
-
-def _message(item: Struct) -> ChatMessage:
-    match item:
-        case schema.ReasoningItem():
-            return ChatMessage("assistant", reasoning="\n".join(part.text for part in item.content or ()) or None)
-        case schema.FunctionCallItem():
-            call = AssistantToolCall(item.call_id, CalledFunction(item.name, item.arguments))
-            return ChatMessage("assistant", tool_calls=[call])
-        case schema.FunctionOutputItem():
-            return ChatMessage("tool", _content(item.output), tool_call_id=item.call_id)
-        case _:
-            assert isinstance(item, schema.MessageItem)
-            return ChatMessage(item.role, _content(item.content))
-
-
-def _continues(last: ChatMessage, message: ChatMessage) -> bool:
-    """Return whether a message of the model continues its last message. Calls always do. Reasoning and text do only if
-    the last message has no text and no calls."""
-    belongs = bool(message.tool_calls) or not (last.content or last.tool_calls)
-    return belongs and last.role == message.role == "assistant"
-
-
-def _joined(last: ChatMessage, message: ChatMessage) -> ChatMessage:
-    return structs.replace(
-        last,
-        content=last.content if message.content is None else message.content,
-        reasoning="\n".join(filter(None, (last.reasoning, message.reasoning))) or None,
-        tool_calls=[*(last.tool_calls or ()), *(message.tool_calls or ())] or None,
-    )
-
-
-def _item(given: dict[str, Any], number: int) -> Struct:
-    location = f"input[{number}]"
-    kind = given.get("type") or "message"
-    if not isinstance(kind, str) or kind not in _ITEMS:
-        raise UnsupportedParameterError(f"{location}: items of type {kind!r} are not supported by Pagewise", location)
-    kept = _without_nulls(given)
-    kept.pop("encrypted_content", None)
-    try:
-        return msgspec.convert(kept, _ITEMS[kind])
-    except msgspec.ValidationError as error:
-        raised = explain(error, given)
-        raise type(raised)(
-            f"{location}: {raised}", f"{location}.{raised.param}" if raised.param else location
-        ) from None
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return an item without its null fields, which clients add to the items and parts that they repeat."""
-    if isinstance(value, list):
-        return [_without_nulls(part) for part in value]
-    if isinstance(value, dict):
-        return {
-            name: _without_nulls(inner) if isinstance(inner, list) else inner
-            for name, inner in value.items()
-            if inner is not None
-        }
-    return value
-
-
-def _content(content: str | list[schema.InputText]) -> str | list[ContentPart]:
-    return content if isinstance(content, str) else [ContentPart("text", part.text) for part in content]
-
-
-def _tool_choice(body: schema.ResponsesRequest) -> ToolChoice | None:
-    choice = body.tool_choice
-    if isinstance(choice, schema.NamedFunction):
-        return NamedToolChoice("function", ChosenFunction(choice.name))
-    return choice
-
-
-def _format(body: schema.ResponsesRequest) -> ResponseFormat | None:
-    wanted = body.text.format if body.text is not None else None
-    if isinstance(wanted, schema.JSONObject):
-        return JSONObjectFormat()
-    if isinstance(wanted, schema.JSONSchemaText):
-        return JSONSchemaFormat(JSONSchema(wanted.name, wanted.schema))
-    return None
-
-
-# ---- the answer ----
 
 _IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _DELTAS = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
