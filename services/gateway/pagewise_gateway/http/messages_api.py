@@ -8,11 +8,12 @@ from aiohttp import web
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http import messages_schema as schema
-from pagewise_gateway.http.answers import ChatRun, Event, EventAnswer, as_bytes, ended_early, finish_reason
+from pagewise_gateway.http.answers import ChatRun, finish_reason
 from pagewise_gateway.http.answers import usage as usage_of
 from pagewise_gateway.http.chat import run_chat
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service, is_messages
 from pagewise_gateway.http.errors import APIError, InvalidRequestError, UnknownParameterError
+from pagewise_gateway.http.event_answers import Event, EventAnswer, as_bytes, ended_early
 from pagewise_gateway.http.params import check_model
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_chat

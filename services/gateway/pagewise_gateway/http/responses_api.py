@@ -13,11 +13,12 @@ from msgspec import UNSET, Raw
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http import responses_schema as schema
-from pagewise_gateway.http.answers import ChatRun, EventAnswer, as_bytes, ended_early
+from pagewise_gateway.http.answers import ChatRun
 from pagewise_gateway.http.answers import usage as usage_of
 from pagewise_gateway.http.chat import run_chat
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
+from pagewise_gateway.http.event_answers import EventAnswer, as_bytes, ended_early
 from pagewise_gateway.http.intake import UNCOUNTED_BYTES, Reservation
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.responses_request import FIELD_NAMES, chat_request, drop_other_tools
