@@ -89,8 +89,8 @@ LIMITS = (
     ),
     ("messages", "each request", "pagewise_gateway.http.schema:MAX_MESSAGES"),
     ("parts of a message", "each message", "pagewise_gateway.http.schema:MAX_CONTENT_PARTS"),
-    ("tools", "each request", "pagewise_gateway.http.schema:MAX_TOOLS"),
-    ("tool calls", "each message", "pagewise_gateway.http.schema:MAX_TOOL_CALLS"),
+    ("tools", "each request", "pagewise_gateway.http.tools_schema:MAX_TOOLS"),
+    ("tool calls", "each message", "pagewise_gateway.http.tools_schema:MAX_TOOL_CALLS"),
     ("bytes of `chat_template_kwargs`", "each request", "pagewise_gateway.http.schema:MAX_TEMPLATE_KWARGS_BYTES"),
     (
         "levels of `chat_template_kwargs`, and of a tool's schema",

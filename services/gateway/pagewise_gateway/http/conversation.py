@@ -12,7 +12,8 @@ from pagewise_shared.errors import ConfigError
 
 from pagewise_gateway.http import schema
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
-from pagewise_gateway.http.schema import ChatMessage, ChatRequest, NamedToolChoice, TokenizeRequest, Tool
+from pagewise_gateway.http.schema import ChatMessage, ChatRequest, TokenizeRequest
+from pagewise_gateway.http.tools_schema import NamedToolChoice, Tool
 from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Start, Tools, make_format
 from pagewise_gateway.text.template import RESERVED_NAMES, Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer

@@ -17,15 +17,11 @@ from pagewise_gateway.http.event_answers import Event, EventAnswer, as_bytes, en
 from pagewise_gateway.http.params import check_model
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_chat
-from pagewise_gateway.http.schema import (
+from pagewise_gateway.http.schema import ChatMessage, ChatRequest, ContentPart, JSONSchema, JSONSchemaFormat
+from pagewise_gateway.http.tools_schema import (
     AssistantToolCall,
     CalledFunction,
-    ChatMessage,
-    ChatRequest,
     ChosenFunction,
-    ContentPart,
-    JSONSchema,
-    JSONSchemaFormat,
     NamedToolChoice,
     ToolChoice,
     function_tools,

@@ -7,14 +7,12 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 from pagewise_gateway.http.schema import (
     MAX_MESSAGES,
     MAX_STOP_STRINGS,
-    MAX_TOOLS,
     SCHEMAS,
     CacheSalt,
-    FunctionName,
-    Id,
     StopString,
     TemplateKwargs,
 )
+from pagewise_gateway.http.tools_schema import MAX_TOOLS, FunctionName, Id
 
 _IgnoredObject = Annotated[dict[str, Any], Meta(max_length=16, description="Accepted, and without any effect.")]
 

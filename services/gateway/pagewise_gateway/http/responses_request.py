@@ -9,17 +9,19 @@ from pagewise_gateway.http import responses_schema as schema
 from pagewise_gateway.http.errors import InvalidRequestError, UnsupportedParameterError
 from pagewise_gateway.http.parsing import explain
 from pagewise_gateway.http.schema import (
-    AssistantToolCall,
-    CalledFunction,
     ChatMessage,
     ChatRequest,
-    ChosenFunction,
     ContentPart,
     JSONObjectFormat,
     JSONSchema,
     JSONSchemaFormat,
-    NamedToolChoice,
     ResponseFormat,
+)
+from pagewise_gateway.http.tools_schema import (
+    AssistantToolCall,
+    CalledFunction,
+    ChosenFunction,
+    NamedToolChoice,
     ToolChoice,
     function_tools,
 )

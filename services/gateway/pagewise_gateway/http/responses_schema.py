@@ -6,16 +6,14 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from pagewise_gateway.http.schema import (
     MAX_SCHEMA_NAME,
-    MAX_TOOLS,
     SCHEMAS,
     CacheRetention,
     CacheSalt,
-    FunctionName,
-    Id,
     Ignored,
     ReasoningEffort,
     TemplateKwargs,
 )
+from pagewise_gateway.http.tools_schema import MAX_TOOLS, FunctionName, Id
 
 MAX_ITEMS = 4096
 _ITEMS = (

@@ -4,12 +4,13 @@ A field that is null counts as not given. The constraints declared here also app
 that depend on the model (its length, its vocabulary) are checked in ``params`` and ``prompts``.
 """
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from pagewise_shared.segments import MAX_SEGMENTS
+
+from pagewise_gateway.http.tools_schema import MAX_TOOL_CALLS, AssistantToolCall, Id, ToolChoice, ToolList
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -18,8 +19,6 @@ MAX_BAD_WORDS = 128
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
-MAX_TOOLS = 1024
-MAX_TOOL_CALLS = 1024
 MAX_TEMPLATE_KWARGS_BYTES = 65_536
 MAX_TEMPLATE_KWARGS_DEPTH = 64
 MAX_IGNORED_CHARACTERS = 1024
@@ -62,7 +61,6 @@ CacheRetention = Annotated[
 CacheSalt = Annotated[
     str, Meta(min_length=1, max_length=256, description="Requests of a key share cached KV only with the same salt.")
 ]
-Id = Annotated[str, Meta(min_length=1, max_length=256)]
 _SEGMENT_TEXTS = (
     "They are in the prompt, or in the conversation as the chat template renders it, one behind the other. In "
     "conversations, parts of messages can be marked as segments instead."
@@ -266,63 +264,6 @@ class CompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_only=Tr
     logprobs: Alternatives | None = None
 
 
-# In Python "$" also matches before a line break at the end; "(?!\n)" says the same in all dialects of patterns.
-FunctionName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_.:/-]+$(?!\n)")]
-
-
-class FunctionDefinition(Struct, forbid_unknown_fields=True, frozen=True):
-    """A function that the model may call. ``parameters``: the JSON schema of its arguments, which are an object."""
-
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Annotated[bool | None, Meta(description="Whether arguments have to follow the schema.")] = None
-
-
-class Tool(Struct, forbid_unknown_fields=True, frozen=True):
-    """A tool that the model may use."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class ChosenFunction(Struct, forbid_unknown_fields=True, frozen=True):
-    """The name of a function."""
-
-    name: FunctionName
-
-
-class NamedToolChoice(Struct, forbid_unknown_fields=True, frozen=True):
-    """The one function that has to be called."""
-
-    type: Literal["function"]
-    function: ChosenFunction
-
-
-class CalledFunction(Struct, forbid_unknown_fields=True, frozen=True):
-    """A function that the model has called. ``arguments``: a JSON object as text, as in the answer.
-
-    ``parsed_arguments``: added by OpenAI's SDK, without any effect.
-    """
-
-    name: FunctionName
-    arguments: str
-    parsed_arguments: Any = None
-
-
-class AssistantToolCall(Struct, forbid_unknown_fields=True, frozen=True):
-    """A call in an earlier message of the assistant."""
-
-    id: Id
-    function: CalledFunction
-    type: Literal["function"] = "function"
-    index: int | None = None
-
-
-ToolList = Annotated[list[Tool], Meta(max_length=MAX_TOOLS, description="The functions that the model may call.")]
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
-
-
 class ContentPart(Struct, forbid_unknown_fields=True):
     """A part of a message's content."""
 
@@ -412,18 +353,3 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         ),
     ]
     model: str | None = None
-
-
-class DeclaredTool(Protocol):
-    """A function as the other APIs declare it."""
-
-    name: str
-    description: str | None
-    parameters: Any
-    strict: bool | None
-
-
-def function_tools(declared: Iterable[DeclaredTool]) -> list[Tool] | None:
-    """Return the tools of a chat for the functions that a request of another API declares; None: there are none."""
-    definitions = (FunctionDefinition(one.name, one.description, one.parameters, one.strict) for one in declared)
-    return [Tool("function", definition) for definition in definitions] or None

@@ -12,13 +12,8 @@ from pagewise_gateway.http import schema
 from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import InvalidRequestError, OverloadedError, UnsupportedParameterError
-from pagewise_gateway.http.schema import (
-    ChatRequest,
-    GenerationFields,
-    NamedToolChoice,
-    StructuralTag,
-    StructuredOutputs,
-)
+from pagewise_gateway.http.schema import ChatRequest, GenerationFields, StructuralTag, StructuredOutputs
+from pagewise_gateway.http.tools_schema import NamedToolChoice
 from pagewise_gateway.metrics import GrammarKind
 from pagewise_gateway.structured import grammars
 from pagewise_gateway.structured.call_parameters import UnsupportedSchemaError
