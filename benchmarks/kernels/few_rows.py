@@ -5,7 +5,8 @@ from collections.abc import Callable
 from itertools import cycle
 
 import torch
-from pagewise_executor.models.quantised_linear import FP8, Inputs, QuantisedWeight, ScaledMMLinear, quantise
+from pagewise_executor.models.quantised_linear import ScaledMMLinear
+from pagewise_executor.models.quantised_weight import FP8, Inputs, QuantisedWeight, quantise
 from pagewise_kernels.quantised import quantise_rows
 from pagewise_kernels.silu_mul import silu_mul
 from pagewise_kernels.skinny_linear import MOST_ROUNDED_ROWS, skinny_linear

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from pagewise_executor.models.packed_linear import pack_linears
-from pagewise_executor.models.quantised_linear import FP8, Inputs, QuantisedLinear, quantise_inputs, quantise_linears
+from pagewise_executor.models.quantised_linear import QuantisedLinear, quantise_linears
+from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise_inputs
 from pagewise_shared.model_files import resolve_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

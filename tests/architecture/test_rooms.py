@@ -28,7 +28,6 @@ _CORE = "services/scheduler/pagewise_scheduler/core"
 LONGER_FILES: dict[str, str] = {
     "services/executor/pagewise_executor/input_batch.py": "the rows of an executor, and how a plan changes them",
     "services/executor/pagewise_executor/model_runner.py": "a step, from its plan to its result",
-    "services/executor/pagewise_executor/models/quantised_linear.py": "weights in eight bits, and their layers",
     "services/gateway/pagewise_gateway/scheduler_client/live_request.py": "a request that is served, with its outputs",
     "services/gateway/pagewise_gateway/scheduler_client/client.py": "the class that owns a gateway's live requests",
     "services/scheduler/pagewise_scheduler/server/router.py": "a request from its admission to its executor",

@@ -12,17 +12,14 @@ from packaging.version import Version
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.packed_linear import Int8Linear
 from pagewise_executor.models.quantised_linear import (
-    Inputs,
     JoinedLinear,
     QuantisedLinear,
-    QuantisedWeight,
     ScaledMMLinear,
     TritonQuantisedLinear,
     has_exact_inputs,
-    join_outputs,
     make_fast,
-    quantise,
 )
+from pagewise_executor.models.quantised_weight import Inputs, QuantisedWeight, join_outputs, quantise
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 

@@ -12,7 +12,8 @@ from pagewise_executor.collectives import Ranks
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.checkpoint import part_of
 from pagewise_executor.models.loader import LoadedModel, load_model
-from pagewise_executor.models.quantised_linear import Inputs, QuantisedLinear, quantise
+from pagewise_executor.models.quantised_linear import QuantisedLinear
+from pagewise_executor.models.quantised_weight import Inputs, quantise
 from pagewise_executor.models.shards import LLAMA_PLAN, Shards, UnknownShardError, VocabularyNames
 from pagewise_executor.runner import Runner
 from pagewise_shared.config import ExecutorConfig

@@ -22,7 +22,8 @@ from pagewise_executor.kernel_checks.kernels import KERNELS, READS_KV, kernels_o
 from pagewise_executor.kernel_checks.use import KernelUse, typical_use, use_of
 from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.models.loader import LoadedModel
-from pagewise_executor.models.quantised_linear import FP8, Inputs, QuantisedLinear, make_fast, quantise
+from pagewise_executor.models.quantised_linear import QuantisedLinear, make_fast
+from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise
 
 log = logging.getLogger(__name__)
 

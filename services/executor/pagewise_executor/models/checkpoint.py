@@ -14,7 +14,8 @@ from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.mxfp4_experts import Mxfp4Experts
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, Scheme
-from pagewise_executor.models.quantised_linear import FP8, QuantisedLinear, QuantisedWeight
+from pagewise_executor.models.quantised_linear import QuantisedLinear
+from pagewise_executor.models.quantised_weight import FP8, QuantisedWeight
 from pagewise_executor.models.shards import Shards, UnknownShardError, vocabulary_names
 from pagewise_executor.models.weight_files import FileTensor, Headers, open_weights
 from pagewise_executor.models.weight_report import FLOATS, Differences, Mismatch, check_differences, check_values

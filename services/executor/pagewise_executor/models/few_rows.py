@@ -16,7 +16,8 @@ from pagewise_executor.devices import median_milliseconds
 from pagewise_executor.graph_capture import captured
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.operations import TritonOperations
-from pagewise_executor.models.quantised_linear import FP8, ScaledMMLinear
+from pagewise_executor.models.quantised_linear import ScaledMMLinear
+from pagewise_executor.models.quantised_weight import FP8
 from pagewise_executor.models.skinny_linear import FEW_ROWS, RoundedRows, Rows, SkinnyLinear
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.mxfp4_experts import make_mxfp4_fast
 from pagewise_executor.models.operations import CpuOperations, Operations, TritonOperations
 from pagewise_executor.models.packed_linear import pack_linears
-from pagewise_executor.models.quantised_linear import FP8, make_fast, quantise_linears, report
+from pagewise_executor.models.quantised_linear import make_fast, quantise_linears, report
+from pagewise_executor.models.quantised_weight import FP8
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from pagewise_shared.errors import ModelError
 
-from pagewise_executor.models.quantised_linear import FP8, Inputs
+from pagewise_executor.models.quantised_weight import FP8, Inputs
 
 log = logging.getLogger(__name__)
 
