@@ -10,7 +10,8 @@ from pagewise_shared.protocol import Outputs, PromptFailed, RequestRefused, Toke
 
 from pagewise_gateway.generation import GenerationError, InvalidGrammarError, NoExecutorError
 from pagewise_gateway.metrics import Metrics
-from pagewise_gateway.scheduler_client.live_request import LivePrompt, LiveRequest, Output
+from pagewise_gateway.scheduler_client.live_output import LivePrompt, Output
+from pagewise_gateway.scheduler_client.live_request import LiveRequest
 
 MOST_STREAMS = 2**31 - 1
 """How many stream numbers there are under one epoch."""
