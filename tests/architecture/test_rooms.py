@@ -26,7 +26,6 @@ MAX_FUNCTION_LINES = {"kernels": 150}
 DEFAULT_FUNCTION_LINES = 60
 _CORE = "services/scheduler/pagewise_scheduler/core"
 LONGER_FILES: dict[str, str] = {
-    "services/executor/pagewise_executor/input_batch.py": "the rows of an executor, and how a plan changes them",
     "services/executor/pagewise_executor/model_runner.py": "a step, from its plan to its result",
     "services/gateway/pagewise_gateway/scheduler_client/client.py": "the class that owns a gateway's live requests",
     f"{_CORE}/features/segments.py": "one class, whose methods are the points of the loop that segments change",

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from pagewise_executor.attention.device_tables import GroupTables, TableShape
 from pagewise_executor.grouped_batch import GroupedBatch, SlotBatch
-from pagewise_executor.input_batch import StepWork, accept, kept_tokens
 from pagewise_executor.page_labels import PageLabels
 from pagewise_executor.page_map import NULL_PAGE
+from pagewise_executor.step_work import StepWork, accept, kept_tokens
 from pagewise_executor.tiers.block_names import chain
 from pagewise_kernels.shapes import power_of_two
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash

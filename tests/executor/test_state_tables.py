@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from pagewise_executor.input_batch import Int32s
 from pagewise_executor.page_map import PageMap
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.state_tables import StateTables
+from pagewise_executor.step_work import Int32s
 
 
 class Tables:

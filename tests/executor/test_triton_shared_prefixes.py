@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from pagewise_executor.attention.triton_attention import LayerKind, TritonBackend
-from pagewise_executor.input_batch import Int64s
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.step_work import Int64s
 from pagewise_shared.config import ExecutorConfig
 
 from tests.executor.driver import request, run_requests

@@ -12,7 +12,7 @@ from pagewise_executor.attention.grouped import GroupedBackend
 from pagewise_executor.attention.registry import backend_of, kv_dtype_for
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.grouped_batch import GroupedBatch
-from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
+from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.kv.page_pool import PagePool
@@ -23,6 +23,7 @@ from pagewise_executor.models.recurrent import RecurrentContext, StateBatch, pag
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
+from pagewise_executor.step_work import Int64s, StepWork
 from pagewise_executor.uploads import Array, Uploads
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ from pagewise_shared.protocol import DEVICE, Hello, LayerGroup, NewSequence, Ste
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_executor.block_copies import CopyJob, PageCopyJob
-from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork, int32s
+from pagewise_executor.input_batch import InputBatch, int32s
 from pagewise_executor.page_labels import KeptBlocks, PageLabels
 from pagewise_executor.page_map import NULL_PAGE, PageMap
 from pagewise_executor.plan_checks import InvalidPlanError, checked_copies
 from pagewise_executor.state_tables import SequenceBatch, StateSnapshot, StateTables
+from pagewise_executor.step_work import Int32s, Int64s, StepWork
 from pagewise_executor.window_tables import WindowTables
 
 Stretch = tuple[int, int, int]

@@ -42,7 +42,6 @@ from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
 from pagewise_executor.group_choice import choose_pages, groups_of
 from pagewise_executor.grouped_batch import GroupedBatch, batch_for
-from pagewise_executor.input_batch import Int32s, SequenceState, StepWork, accept, kept_tokens
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.page_pool import PagePool
@@ -55,6 +54,7 @@ from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.step_threads import StepThreads
+from pagewise_executor.step_work import Int32s, SequenceState, StepWork, accept, kept_tokens
 from pagewise_executor.structured.structured_rows import StructuredRows, load_grammars
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier

@@ -12,8 +12,8 @@ import numpy as np
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash, block_hash
 from pagewise_shared.protocol import Inventory, NamedBlocks, named_blocks, pack_int32s
 
-from pagewise_executor.input_batch import Int32s, Int64s, SequenceState
 from pagewise_executor.page_map import NULL_PAGE
+from pagewise_executor.step_work import Int32s, Int64s, SequenceState
 
 _SLOT_BYTES = 8
 LABEL_BYTES = HASH_BYTES + _SLOT_BYTES

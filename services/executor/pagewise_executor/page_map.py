@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pagewise_executor.input_batch import Int32s
 from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_executor.step_work import Int32s
 
 NULL_PAGE = 0
 """Holds zeros and is never written. Entries of tables that no query sees any more name it."""

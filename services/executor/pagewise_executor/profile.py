@@ -30,8 +30,8 @@ from pagewise_shared.protocol import (
 from pagewise_shared.sampling import MAX_LOGPROBS, SamplingParams
 
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.input_batch import Int32s
 from pagewise_executor.runner import Runner
+from pagewise_executor.step_work import Int32s
 from pagewise_executor.tiers.tier import Tier
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from pagewise_shared.protocol import (
 
 from pagewise_executor.device_defaults import with_step_limits
 from pagewise_executor.grouped_batch import batch_for
-from pagewise_executor.input_batch import StepWork, accept, kept_tokens
 from pagewise_executor.runner import BesideSteps, Counted, FinishedStep, Report
+from pagewise_executor.step_work import StepWork, accept, kept_tokens
 
 _DEFAULT_BLOCKS = 4096
 _MAX_MODEL_LEN = 8192

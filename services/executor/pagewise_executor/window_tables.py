@@ -3,8 +3,8 @@
 import numpy as np
 from pagewise_shared.protocol import LayerGroup
 
-from pagewise_executor.input_batch import Int64s
 from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_executor.step_work import Int64s
 
 
 class WindowTables:

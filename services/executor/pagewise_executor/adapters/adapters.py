@@ -16,10 +16,10 @@ from pagewise_shared.protocol import AdapterLoaded, LoadAdapter
 from pagewise_executor.adapters.host import HostAdapters, LayerFactors
 from pagewise_executor.adapters.layers import AdaptedLinear, AdapterContext, adapt_linears
 from pagewise_executor.device_defaults import SizedConfig
-from pagewise_executor.input_batch import Int64s
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.packed_linear import rounded_rows
 from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_executor.step_work import Int64s
 
 if TYPE_CHECKING:
     from pagewise_executor.adapters.triton_slots import TritonSlots

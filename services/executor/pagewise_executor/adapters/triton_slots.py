@@ -13,7 +13,7 @@ from pagewise_kernels.lora import LEAST_RANK, LoraLayer, LoraTiles, add_lora, pa
 
 from pagewise_executor.adapters.host import LayerFactors
 from pagewise_executor.adapters.layers import AdaptedLinear, AdapterContext
-from pagewise_executor.input_batch import Int32s, Int64s
+from pagewise_executor.step_work import Int32s, Int64s
 from pagewise_executor.uploads import Uploads
 
 _LARGE_ROWS = 64

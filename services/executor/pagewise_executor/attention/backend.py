@@ -7,8 +7,8 @@ from typing import ClassVar, Protocol
 import torch
 from pagewise_kernels.kv_layer import KVLayer
 
-from pagewise_executor.input_batch import Int32s, Int64s, StepWork
 from pagewise_executor.kv.kv_pool import KVPool, KVShape, Layout
+from pagewise_executor.step_work import Int32s, Int64s, StepWork
 
 
 @dataclass(slots=True, frozen=True)

@@ -6,7 +6,7 @@ from pagewise_kernels.cpu.attention import CpuStep, Rotation
 
 from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
-from pagewise_executor.input_batch import StepWork
+from pagewise_executor.step_work import StepWork
 
 
 class CpuStepAttention:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pagewise_executor.attention.backend import PagedLayer
-from pagewise_executor.input_batch import Int64s
+from pagewise_executor.step_work import Int64s
 
 with warnings.catch_warnings():
     # torch warns once per process that sparse matrices are in beta. This call provokes the warning where it is ignored.

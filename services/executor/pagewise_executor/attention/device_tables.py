@@ -10,10 +10,11 @@ from pagewise_kernels.shapes import power_of_two
 
 from pagewise_executor.attention.backend import BatchTables
 from pagewise_executor.grouped_batch import GroupedBatch, Stretch
-from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
+from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.page_map import NULL_PAGE
 from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_executor.step_work import Int32s, Int64s, StepWork
 
 Changes = tuple[Int64s, Int32s]
 """Indices into the tables of a slot [n], and what the tables of each slot of the group have there [slots, n]."""

@@ -10,9 +10,9 @@ import torch
 
 from pagewise_executor.attention.backend import AttentionBackend, BatchTables, ForwardContext, StepAttention
 from pagewise_executor.grouped_batch import GroupedBatch
-from pagewise_executor.input_batch import StepWork
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.kv.page_pool import PagePool
+from pagewise_executor.step_work import StepWork
 
 
 class GroupedBackend(AttentionBackend):

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from pagewise_executor.attention.backend import AttentionBackend, BatchTables, PagedLayer
 from pagewise_executor.attention.decode import attend
 from pagewise_executor.attention.torch_attention import attend_chunk
-from pagewise_executor.input_batch import StepWork
 from pagewise_executor.kv.kv_pool import KVPool, Layout
 from pagewise_executor.kv.page_tables import Context, PageTables, physical_memory
+from pagewise_executor.step_work import StepWork
 from pagewise_executor.uploads import Uploads
 
 

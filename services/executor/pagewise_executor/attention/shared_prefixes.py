@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pagewise_executor.input_batch import Int32s, Int64s
+from pagewise_executor.step_work import Int32s, Int64s
 
 _MIN_QUERIES = 4
 _MIN_TOKENS = 64

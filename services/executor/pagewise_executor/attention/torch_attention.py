@@ -15,7 +15,7 @@ from pagewise_executor.attention.decode import (
     decode_in_place,
     group_decodes,
 )
-from pagewise_executor.input_batch import StepWork
+from pagewise_executor.step_work import StepWork
 from pagewise_executor.uploads import Uploads
 
 

@@ -25,8 +25,9 @@ from pagewise_executor.attention.backend import AttentionBackend, AttentionShape
 from pagewise_executor.attention.device_tables import DeviceTables, SlotTables, TableShape, table_shapes
 from pagewise_executor.attention.prefill_libraries import Attend, ChunkTables, PrefillLibrary
 from pagewise_executor.attention.shared_prefixes import shared_prefixes
-from pagewise_executor.input_batch import InputBatch, Int64s, StepWork
+from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.kv.kv_pool import KVPool, Layout
+from pagewise_executor.step_work import Int64s, StepWork
 from pagewise_executor.uploads import Uploads
 
 PlanT = TypeVar("PlanT")

@@ -19,8 +19,8 @@ from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import TritonBackend
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, sizes_up_to
-from pagewise_executor.input_batch import Int64s
 from pagewise_executor.sampling.token_sampler import TritonTokenSampler
+from pagewise_executor.step_work import Int64s
 from pagewise_executor.uploads import Uploads
 
 log = logging.getLogger(__name__)

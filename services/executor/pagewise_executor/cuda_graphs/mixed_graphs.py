@@ -24,7 +24,8 @@ from pagewise_executor.attention.triton_attention import LayerKind, TritonBacken
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, capture_graphs, sizes_up_to
-from pagewise_executor.input_batch import InputBatch, Int32s, Int64s, StepWork
+from pagewise_executor.input_batch import InputBatch
+from pagewise_executor.step_work import Int32s, Int64s, StepWork
 from pagewise_executor.uploads import Array, Uploads
 
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from pagewise_shared.errors import ModelError
 
-from pagewise_executor.input_batch import Int32s
 from pagewise_executor.kv.kv_pool import KVPool, no_room_for_pool
+from pagewise_executor.step_work import Int32s
 
 _PROT_NONE, _MAP_FIXED, _MAP_FAILED = 0, 0x10, 2**64 - 1  # Python's mmap does not have them
 _NOBODY = -1

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from pagewise_shared.protocol import SegmentMove, unpack_int32s
 
-from pagewise_executor.input_batch import InputBatch, Int64s
+from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.step_work import Int64s
 
 _TOKENS_AT_ONCE = 8192
 """The most tokens that are moved at once: their keys of one layer take memory in float32 meanwhile."""

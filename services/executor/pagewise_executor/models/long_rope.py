@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pagewise_executor.input_batch import InputBatch, Int64s
+from pagewise_executor.input_batch import InputBatch
+from pagewise_executor.step_work import Int64s
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from pagewise_shared.protocol import TokenLogprobs
 
-from pagewise_executor.input_batch import Chunk, SequenceState
+from pagewise_executor.step_work import Chunk, SequenceState
 from pagewise_executor.uploads import Uploads, to_host_together
 
 _AT_ONCE = 512

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.input_batch import Int32s, Int64s
+from pagewise_executor.step_work import Int32s, Int64s
 from pagewise_executor.uploads import Uploads
 
 

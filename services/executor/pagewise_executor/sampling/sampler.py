@@ -13,12 +13,12 @@ import torch
 from pagewise_shared.protocol import RowFailure
 from pagewise_shared.sampling import SamplingParams
 
-from pagewise_executor.input_batch import Int32s, Int64s
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.sampling.constraint_tables import NO_CONSTRAINTS, ConstraintTable, ConstraintTables
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, LogprobsTensors, gather_logprobs
 from pagewise_executor.sampling.penalties import Penalties
 from pagewise_executor.sampling.token_sampler import TokenSampler
+from pagewise_executor.step_work import Int32s, Int64s
 from pagewise_executor.structured.structured_rows import StructuredRows
 from pagewise_executor.uploads import Uploads
 

@@ -15,7 +15,7 @@ from pagewise_shared.errors import ProtocolError
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import Blocks, ReadBlocks, decode_from_peer, encode
 
-from pagewise_executor.input_batch import Int32s
+from pagewise_executor.step_work import Int32s
 from pagewise_executor.tiers.block_names import checksum
 from pagewise_executor.tiers.tier import Rows, Tier
 

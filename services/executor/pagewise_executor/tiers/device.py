@@ -8,9 +8,9 @@ import torch
 from pagewise_shared.block_hash import BlockHash, block_hash
 
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.input_batch import Int32s, SequenceState
 from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.page_labels import PageLabels
+from pagewise_executor.step_work import Int32s, SequenceState
 from pagewise_executor.tiers.tier import Blocks, Rows, Tier
 
 

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING
 
 from pagewise_shared.protocol import FinishReason, Started, StreamProgress, TokenLogprobs
 
-from pagewise_gateway.generation import (
-    PackedLogprobs,
-    SequenceDelta,
-)
+from pagewise_gateway.generation import PackedLogprobs, SequenceDelta
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.text.detokenizer import IncrementalDetokenizer
 from pagewise_gateway.text.tokenizer import Tokenizer
