@@ -29,8 +29,10 @@ from tests.model_builders import VOCAB_SIZE, build_model, model_fixture
 
 LENGTHS = (100, 41, 64)
 
+
 FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3", "ministral")
 LONG = FAMILIES[4:]
+
 
 model_path = model_fixture(*(pytest.param(one, marks=[pytest.mark.long] * (one in LONG)) for one in FAMILIES), seed=7)
 
