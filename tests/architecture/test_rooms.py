@@ -28,7 +28,6 @@ _CORE = "services/scheduler/pagewise_scheduler/core"
 LONGER_FILES: dict[str, str] = {
     "services/executor/pagewise_executor/model_runner.py": "a step, from its plan to its result",
     "services/gateway/pagewise_gateway/scheduler_client/client.py": "the class that owns a gateway's live requests",
-    f"{_CORE}/features/segments.py": "one class, whose methods are the points of the loop that segments change",
     f"{_CORE}/scheduling/scheduler.py": "one class: what a request, a step and a result change are read together",
     f"{_CORE}/tiers/recovery.py": "how sequences get their KV back, and which is the cheapest to get back",
     "shared/pagewise_shared/config/options.py": "the options of every command",

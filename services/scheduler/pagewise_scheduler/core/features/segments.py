@@ -128,8 +128,7 @@ class Segments(Feature):
     def is_ready(self, sequence: RequestSequence, num_cached: int) -> bool:
         """Whether the sequence holds the originals of all segments behind its first ``num_cached`` tokens. References
         originals that have been computed meanwhile."""
-        needed = _needed(sequence, num_cached)
-        if not needed:
+        if not (needed := _needed(sequence, num_cached)):
             return True
         if (prepared := self._prepared.get(sequence)) is None:
             return False
@@ -202,8 +201,7 @@ class Segments(Feature):
         self, prepared: _Prepared, original: _Original, last: CachedBlock | None, root: list[CachedBlock]
     ) -> bool:
         """Reference the blocks of an original, if it is on the device. ``last``, ``root``: from ``_root``."""
-        path = self._on_device(last, original)
-        if path is None:
+        if (path := self._on_device(last, original)) is None:
             return False
         if root and not prepared.root_blocks:
             prepared.root_blocks = [node.block for node in root]
