@@ -1,4 +1,4 @@
-"""What is done to processes while they serve: killed, frozen, drained, cut off from the network."""
+"""Disturbances of processes while they serve: killed, frozen, drained, cut off from the network."""
 
 import asyncio
 import random
@@ -12,16 +12,17 @@ from benchmarks.chaos.network import Namespace
 from benchmarks.processes import Cluster, Process
 
 REJOIN_SECONDS = 30.0
-"""Most that an executor that is let go on may take to be back: it may have to finish what it was at."""
+"""Most seconds until an executor is back after it was frozen or cut off: it may have to finish a step first."""
 
 LEAVE_SECONDS = 60.0
-"""Most that an executor may take to end: one whose work nobody has room for waits out its --drain-timeout."""
+"""Most seconds that an executor may take to end: if no other has room for its work, it waits out its
+--drain-timeout."""
 
 GATEWAY_OPTIONS = ("--shutdown-timeout=120",)
-"""Of gateways: those that are told to leave let their streams end, however long these are disturbed."""
+"""Options of gateways: on a signal to leave, they let their streams end, however long these are disturbed."""
 
 GATEWAY_LEAVE_SECONDS = 130.0
-"""Most that a gateway may take to end with those options."""
+"""Most seconds that a gateway may take to end with these options."""
 
 _MOST_LONGER = 60.0
 """Seconds for which disturbances may go on at most because not all kinds have had their turn."""
@@ -33,8 +34,8 @@ Target = Literal["executor", "gateway", "scheduler"]
 class Disturbance:
     """Something that was done to a process.
 
-    ``request_ids``: what ran on it then, if it is an executor. ``back``: when it was as before, None as long as it is
-    not. ``rejoined``: seconds that took from when it was let go on.
+    ``request_ids``: the requests that ran on it then, if it is an executor. ``back``: when it was as before, None as
+    long as it is not. ``rejoined``: seconds that took from when it was let go on.
     """
 
     kind: str
@@ -52,13 +53,14 @@ class Disturbance:
 
 @dataclass
 class Monkey:
-    """Disturbs one executor after the other, and every so often the scheduler and a gateway. Replaces what has ended.
+    """Disturbs one executor after the other, and every so often the scheduler and a gateway. Replaces processes that
+    have ended.
 
-    The first gateway is frozen at times, but never killed: its streams may not fail, and its memory tells of leaks.
+    The first gateway is frozen at times, but never killed: its streams may not fail, and its memory shows leaks.
 
     ``pause``: seconds between two disturbances of executors; each waits until at least two are ready. ``every``: the
     least and the most seconds between two of the scheduler, and between two of gateways. ``freeze``: seconds that a
-    process hangs or is cut off: longer than others wait for it. ``blocks``: pool sizes of the executors, one for each.
+    process is frozen or cut off: longer than others wait for it. ``blocks``: pool sizes of the executors, one for each.
     ``spared``: an executor that, like the first gateway, is frozen at times and never ended.
     """
 
@@ -83,15 +85,15 @@ class Monkey:
             self._start_executor(number)
 
     async def run(self, until: float) -> None:
-        """Disturb until the clock says so, then undo what can be undone and wait for what was begun."""
+        """Disturb until the time is over, then undo freezes and cuts, and wait for replacements that were begun."""
         await asyncio.gather(
             self._disturb_executors(until), self._disturb_gateways(until), self._disturb_scheduler(until)
         )
         await asyncio.gather(*self._tasks)
 
     def goes_on(self, until: float) -> bool:
-        """Whether streams begin and executors are disturbed: until the clock says so, but one of each kind at least,
-        which takes longer on a machine that has other things to do."""
+        """Whether streams begin and executors are disturbed: until the time is over, but one of each kind at least,
+        which takes longer on a machine with other work."""
         return (now := monotonic()) < until or (bool(self._first) and now < until + _MOST_LONGER)
 
     def killed(self, gateway: str, begin: float, end: float) -> bool:
@@ -99,11 +101,11 @@ class Monkey:
         return self._happened("kill gateway", gateway, begin, end)
 
     def leaving(self, gateway: str, begin: float, end: float) -> bool:
-        """Whether this gateway took no new requests at some moment of this time, because it was told to leave."""
+        """Whether this gateway took no new requests at some moment of this time, because it had a signal to leave."""
         return self._happened("drain gateway", gateway, begin, end)
 
     async def wait_for(self, gateway: str) -> None:
-        """Wait until a gateway that was killed, or told to leave, has a successor."""
+        """Wait until a gateway that was killed, or had a signal to leave, has a successor."""
         while self.killed(gateway, now := monotonic(), now) or self.leaving(gateway, now, now):
             await asyncio.sleep(0.1)
 

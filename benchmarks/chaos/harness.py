@@ -1,4 +1,4 @@
-"""A hundred streams while processes come and go: drives both, and says what was seen."""
+"""A hundred streams while processes come and go: drives both, and reports the failures and pauses."""
 
 import asyncio
 import contextlib
@@ -32,13 +32,13 @@ COPIES = ("stored", "loaded", "corrupt", "fetched", "fetch_failed", "copied")
 
 
 MOST_PAUSES = 10
-"""How many of the longest pauses are told one by one."""
+"""How many of the longest pauses are printed one by one."""
 
 
 class Pause(NamedTuple):
-    """Seconds that a stream waited for a token, around what was done to a process.
+    """Seconds that a stream waited for a token, around a disturbance of a process.
 
-    ``during``: all that was going on then, in order. ``spent``: on what, in seconds, the most first.
+    ``during``: all disturbances of that time, in order. ``spent``: seconds by their causes, the most first.
     """
 
     seconds: float
@@ -50,11 +50,11 @@ class Pause(NamedTuple):
 
 @dataclass
 class Report:
-    """What was seen. ``failures``: requests that failed, outputs that differ, processes that did not behave.
+    """The results. ``failures``: requests that failed, outputs that differ, processes that did not behave.
 
     ``cut``: streams that ended with their gateway, which was killed: they alone may. ``refused``: requests that reached
-    a gateway which had just been told to leave. ``pauses``: one for each stream and disturbance that it was touched by.
-    ``blocks``: how many were copied, and where to, over all lives of the scheduler. ``rss``: of the scheduler and
+    a gateway which had just had a signal to leave. ``pauses``: one for each stream and disturbance that it was touched
+    by. ``blocks``: how many were copied, and where to, over all lives of the scheduler. ``rss``: of the scheduler and
     of the gateway that lives on, in MiB, each second. ``load``: how many wanted a core then, on the mean over a minute.
     """
 
@@ -93,7 +93,7 @@ class Report:
         }
 
     def tell(self, numbers: dict[str, Any], path: str | None) -> int:
-        """Print the numbers and what has failed, and write the numbers to ``path``; returns the exit code."""
+        """Print the numbers and the failures, and write the numbers to ``path``; returns the exit code."""
         print(json.dumps(numbers, indent=1))
         print("\n".join(self.failures[:50]), file=sys.stderr)
         if path is not None:
@@ -109,7 +109,7 @@ class Report:
         ]
 
     def _spent(self) -> dict[str, float]:
-        """On what the seconds of all pauses were spent, as shares of them."""
+        """The causes on which the seconds of all pauses were spent, as shares of them."""
         found: dict[str, float] = {}
         for one in self.pauses:
             for what, seconds in one.spent.items():
@@ -155,7 +155,8 @@ async def chaos(
     key: str = "none",
     ready: Ready = _always,
 ) -> Report:
-    """Start the cluster, keep a stream of each case running while the monkey is at work, and look at what is left.
+    """Start the cluster, keep a stream of each case running while the monkey is at work, and check the processes in the
+    end.
 
     ``given_up``: seconds after which the scheduler gives up a silent process at the latest. ``companions``: run as long
     as the streams. ``key``: the API key of the streams. ``ready`` is waited for between two of them.
@@ -272,7 +273,7 @@ def _memory(process: Process) -> float | None:
 
 
 async def _watch_blocks(cluster: Cluster, report: Report) -> None:
-    """Add up what each life of the scheduler counts: with it, its counters begin anew."""
+    """Add up the counts of each life of the scheduler: its counters begin anew with each."""
     before = dict.fromkeys(COPIES, 0)
     while True:
         with contextlib.suppress(OSError):
@@ -311,7 +312,7 @@ def _touched(outcome: Outcome, event: Disturbance) -> bool:
 
 
 async def _settled(cluster: Cluster, seconds: float = 20.0) -> list[str]:
-    """What is not as it should be once all streams have ended: everything returned, nothing runs, nothing waits."""
+    """The faults that are left once all streams have ended: blocks not returned, requests that run or wait."""
     deadline = monotonic() + seconds
     while (wrong := await asyncio.to_thread(_unsettled, cluster)) and monotonic() < deadline:
         await asyncio.sleep(0.2)

@@ -21,7 +21,7 @@ Command = tuple[str, ...]
 class Cable(NamedTuple):
     """A virtual cable between the host and a namespace: its two ends, and their addresses.
 
-    ``inside``: what goes in front of a command that is to run in the namespace.
+    ``inside``: the words in front of a command that is to run in the namespace.
     """
 
     here: str
@@ -84,7 +84,7 @@ def _neighbours_drop(cable: Cable, share: float) -> list[Command]:
 
 
 def _neighbours_heal(cable: Cable) -> list[Command]:
-    # What may not be there cannot be deleted; what is flushed may be there or not.
+    # An entry that may be missing cannot be deleted; flushing works with and without it.
     return [(*run, "ip", "neigh", "flush", "nud", "all", "dev", device) for run, _, device in _neighbours(cable)]
 
 
@@ -144,7 +144,7 @@ class Namespace:
             _run(*command)
 
     def close(self) -> None:
-        """Take the cable and the namespace away."""
+        """Remove the cable and the namespace."""
         for command in (("ip", "link", "del", self._cable.here), ("ip", "netns", "del", self.name)):
             with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
                 _run(*command)

@@ -2,8 +2,8 @@
 
 A scheduler, a gateway and executors on this machine, with keys and a host tier; clients that each stream answers about
 one of a few long texts, through the real client. While all of them stream the scheduler is killed with SIGKILL and
-started again; the streams go on. Compares the share of tokens that was cached before, in what the gateway submitted
-again, and in the next round. Prints the numbers and, with ``--json``, writes them.
+started again; the streams go on. Compares the share of tokens that was cached before, in the requests that the gateway
+submitted again, and in the next round. Prints the numbers and, with ``--json``, writes them.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A scheduler is killed under load and started again: what its clients and its executors' caches see of it."""
+"""A scheduler is killed under load and started again: the pauses of its clients, and the caches of its executors."""
 
 import asyncio
 import signal
@@ -24,10 +24,10 @@ class Return(NamedTuple):
 
 @dataclass
 class Restart:
-    """What was seen of one restart. ``pauses``: of each stream, in seconds. ``failures``: outputs that differ.
+    """The results of one restart. ``pauses``: of each stream, in seconds. ``failures``: outputs that differ.
 
     Shares of tokens that were cached. ``before``, ``after``: of the prompts of rounds of new questions. ``resumed``: of
-    what gateways submitted again to the new scheduler; ``after`` alone could live on what those have computed.
+    the requests that gateways submitted again to the new scheduler; ``after`` alone could profit from their blocks.
     """
 
     back: Return
@@ -98,7 +98,7 @@ async def _restart_under_load(cluster: Cluster, rounds: Rounds) -> Restart:
     killed = monotonic()
     back = await asyncio.to_thread(restart, cluster)
     await asking
-    # The new scheduler has counted nothing but what was submitted to it again.
+    # The new scheduler has counted nothing but the requests that were submitted to it again.
     samples = await asyncio.to_thread(cluster.scrape)
     resumed = total(samples, "cached_tokens_total") / max(1.0, total(samples, "prefix_cache_queries_total"))
     again = [Outcome(outcome.case) for outcome in outcomes]

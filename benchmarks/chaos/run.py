@@ -1,9 +1,9 @@
 """How long do streams pause when executors, gateways and the scheduler are killed, frozen, drained and cut off?
 
 A hundred streams of nine kinds through the real client, two gateways, a scheduler and three executors on this machine,
-the last one in a network namespace of its own where the machine allows that. Every output is compared with what the
-same server answered before anything was disturbed. The pause of a stream is the longest gap between two of its tokens
-around what was done to its executor, its gateway or the scheduler. Prints the numbers; ``--json`` writes them.
+the last one in a network namespace of its own where the machine allows that. Every output is compared with the answer
+of the same server before any disturbance. The pause of a stream is the longest gap between two of its tokens
+around a disturbance of its executor, its gateway or the scheduler. Prints the numbers; ``--json`` writes them.
 """
 
 import argparse

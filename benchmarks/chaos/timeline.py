@@ -1,4 +1,4 @@
-"""What the seconds of a pause were spent on: who was away, and how many executors were there to serve."""
+"""The causes of a pause, second by second: missing processes, and the number of executors that could serve."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ class Timeline:
     def explain(
         self, begin: float, end: float, gateway: str, request_id: str, events: list[Disturbance]
     ) -> dict[str, float]:
-        """What the seconds from ``begin`` to ``end`` were spent on, for a stream that came through ``gateway``."""
+        """The causes of the seconds from ``begin`` to ``end``, for a stream that came through ``gateway``."""
         found: Counter[str] = Counter()
         steps = max(1, round((end - begin) / _GRAIN))
         for step in range(steps):
@@ -85,7 +85,7 @@ def _executors_ready(cluster: Cluster) -> int | None:
         try:
             with urllib.request.urlopen(f"{cluster.able()}/health", timeout=_PATIENCE) as answer:
                 told = json.load(answer)
-        except urllib.error.HTTPError as error:  # 503, which says why
+        except urllib.error.HTTPError as error:  # 503, with the reason
             told = json.load(error)
         return int(told["executors"]) if told["scheduler"] else None
     return None

@@ -1,4 +1,4 @@
-"""A hundred streams of every kind, through the real ``openai`` client: what they ask, and what came when."""
+"""A hundred streams of every kind, through the real ``openai`` client: requests, and times of tokens."""
 
 import asyncio
 import math
@@ -10,7 +10,7 @@ from typing import Any
 import openai
 
 PREFIX = "class Account:\n    def __init__(self, owner, balance):\n        self.owner = owner\n" * 4
-"""What the conversations of one kind begin with."""
+"""The text with which the conversations of one kind begin."""
 
 LOGPROB_TOLERANCE = 2e-3
 """The same token in another batch: float32 sums in another order."""
@@ -46,7 +46,8 @@ class Choice:
 
 @dataclass
 class Outcome:
-    """What a stream brought. ``request_id``: the server's, known from the first chunk on. ``gateway``: who it asked."""
+    """The result of a stream. ``request_id``: the server's, known from the first chunk on. ``gateway``: that it
+    asked."""
 
     case: Case
     request_id: str = ""
@@ -76,7 +77,7 @@ class Outcome:
         return [f"{self.case.kind}: {difference}" for difference in found]
 
     def begins(self, whole: "Outcome") -> bool:
-        """Whether what came before it was cut off is the beginning of ``whole``."""
+        """Whether the text that came before it was cut off is the beginning of ``whole``."""
         return all(
             index in whole.choices and whole.choices[index].tokens[: len(choice.tokens)] == choice.tokens
             for index, choice in self.choices.items()
@@ -188,7 +189,7 @@ async def stream(client: openai.AsyncOpenAI, case: Case, outcome: Outcome) -> Ou
 
 
 async def references(url: str, cases: list[Case], key: str = "none") -> list[Outcome]:
-    """What an undisturbed server answers, ten at a time. ``key``: the API key to ask with."""
+    """The answers of an undisturbed server, ten at a time. ``key``: the API key to ask with."""
     room = asyncio.Semaphore(10)
 
     async def one(client: openai.AsyncOpenAI, case: Case) -> Outcome:

@@ -1,8 +1,8 @@
-"""What consoles cost: an update of each part for 16 executors, and serving with 0 and with 4 consoles open, in turns.
+"""The cost of consoles: an update of each part for 16 executors, and serving with 0 and with 4 consoles open, in turns.
 
 First the core alone: 16 schedulers whose pools are in use, cached and free by thirds, of which a part changes between
 two updates. Then real processes with simulated executors: the scheduler's and the gateway's CPU time per second while
-nothing else happens, and per token while streams run without an end. The consoles show different things, so that they
+nothing else happens, and per token while streams run without an end. The consoles show different views, so that they
 share little.
 """
 
@@ -30,7 +30,7 @@ from benchmarks.streams.run import Load, Measured, Stream, measure, services
 
 EXECUTORS = 16
 VIEWS = ("", "executor=e0&cells=4096&colour=prefix", "executor=e1&first=100&count=1000&colour=request", "cells=4096")
-"""What each of the four consoles shows."""
+"""The view of each of the four consoles."""
 
 
 def filled(num_blocks: int) -> Scheduler:
@@ -125,7 +125,7 @@ async def consoles(cluster: Cluster, number: int) -> AsyncIterator[list[int]]:
 
 
 async def idle_row(cluster: Cluster, number: int, seconds: float) -> dict[str, Any]:
-    """CPU time of the processes while nothing but consoles goes on, as a share of one core."""
+    """CPU time of the processes while only consoles are served, as a share of one core."""
     kinds = {"scheduler": cluster.scheduler.pid, "gateway": cluster.gateways["gateway-0"].pid}
     processes = {kind: psutil.Process(pid) for kind, pid in kinds.items()}
     async with consoles(cluster, number) as received:
@@ -140,7 +140,7 @@ async def idle_row(cluster: Cluster, number: int, seconds: float) -> dict[str, A
 
 class Streams:
     """A load that does not end: whenever a stream has ended, the next one begins. They have from half to one and a half
-    times ``tokens`` tokens, so that they do not end together: what a token costs would go up and down with that."""
+    times ``tokens`` tokens, so that they do not end together: the cost of a token would vary with that."""
 
     def __init__(self, cluster: Cluster, number: int, tokens: int) -> None:
         self._port = int(cluster.url.rsplit(":", 1)[1])
@@ -178,12 +178,13 @@ class Streams:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What the threads of a process have run so far, to the nanosecond: the times of psutil are multiples of 10 ms."""
+    """The CPU time of the threads of a process so far, to the nanosecond: the times of psutil are multiples of 10
+    ms."""
     return 1e-9 * sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 
 async def window(cluster: Cluster, seconds: float) -> dict[str, float]:
-    """What tokens cost the processes during so many seconds of a load that goes on."""
+    """The CPU time of tokens in the processes, during so many seconds of a lasting load."""
     pids = {"scheduler": cluster.scheduler.pid, "gateway": cluster.gateways["gateway-0"].pid}
 
     async def counted() -> tuple[float, float]:
@@ -200,11 +201,11 @@ async def window(cluster: Cluster, seconds: float) -> dict[str, float]:
 
 
 async def pairs(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Serve one load without an end, and open and close four consoles while it goes on.
+    """Serve one load without an end, and open and close four consoles meanwhile.
 
     A machine that others use too becomes faster and slower, for longer than a window takes. So each window with
-    consoles is compared with the one without them beside it, and what counts is the median of these ratios, with the
-    interval in which it lies with 95% (of 2,000 resamples of the pairs).
+    consoles is compared with the one without them beside it, and the result is the median of these ratios, with the
+    interval that has it with 95% (of 2,000 resamples of the pairs).
     """
     rows: list[dict[int, dict[str, float]]] = []
     streams = Streams(cluster, arguments.streams, arguments.tokens)
@@ -229,7 +230,7 @@ async def pairs(cluster: Cluster, arguments: argparse.Namespace) -> dict[str, An
 
 
 def interval(ratios: list[float]) -> dict[str, float]:
-    """The median, and between what it lies with 95%."""
+    """The median, and the interval that has it with 95%."""
     chance = random.Random(1)
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(2000))
     return {

@@ -1,7 +1,7 @@
-"""What a step of pure decodes costs the scheduler: schedule + encode + decode + update, in microseconds.
+"""The cost of a step of pure decodes in the scheduler: schedule + encode + decode + update, in microseconds.
 
-No model and no socket: the results are what an executor would answer. Blocks are allocated as sequences grow, full ones
-enter the prefix cache, and every token is checked for stops, as in service. Then what the KV memory costs by itself.
+No model and no socket: the results are as an executor would answer. Blocks are allocated as sequences grow, full ones
+enter the prefix cache, and every token is checked for stops, as in service. Then the cost of the KV memory by itself.
 Prints tables and, with ``--json``, writes the numbers.
 """
 
@@ -122,7 +122,8 @@ def measure_memory(repeats: int) -> dict[str, float]:
 
 
 def measure_long(num_tokens: int) -> dict[str, float]:
-    """One sequence of ``num_tokens`` tokens: what a chunk costs early and late, a decode at the end, and a full hit."""
+    """One sequence of ``num_tokens`` tokens: the cost of a chunk early and late, of a decode at the end, and of a full
+    hit."""
     chunk = 2048
     scheduler = Scheduler(
         num_blocks=num_tokens // BLOCK_SIZE + 64, block_size=BLOCK_SIZE, max_num_seqs=8, max_num_batched_tokens=chunk

@@ -1,6 +1,6 @@
-"""The goals for an H200, what compiled code predicts, and where the records of the first hour say what was measured.
+"""Goals for an H200, predictions from compiled code, and their measurements in the records of the first hour.
 
-Predictions are those of docs/performance.md. Only the standard library is imported here.
+Predictions are from docs/performance.md. Only the standard library is imported here.
 """
 
 import json
@@ -14,8 +14,8 @@ Row = Mapping[str, Any]
 class Goal(NamedTuple):
     """``value``: to be reached or exceeded; with ``less``, not to be exceeded. ``predicted``: None if nothing is.
 
-    ``step``: whose record has the row, which has the values ``row``. ``field``: what is measured; with ``beside``, as a
-    part of the same field of the row with those values.
+    ``step``: whose record has the row, which has the values ``row``. ``field``: the measured value; with ``beside``, as
+    a part of the same field of the row with these values.
     """
 
     what: str
@@ -76,7 +76,7 @@ GOALS = (
 
 
 class Result(NamedTuple):
-    """A goal beside what was measured, None if nothing was."""
+    """A goal beside the measured value, None if there is none."""
 
     what: str
     unit: str
@@ -110,7 +110,7 @@ def _value(rows: Iterable[Row], wanted: Row, field: str) -> float | None:
 
 
 def table(found: Iterable[Result]) -> str:
-    """Return the results as text: what, goal, measured, predicted."""
+    """Return the results as text: name, goal, measured, predicted."""
     lines = [f"{'':<52}{'goal':>10}{'measured':>11}{'predicted':>11}"]
     for result in found:
         values = [_shown(result.goal), _shown(result.measured), _shown(result.predicted)]

@@ -1,4 +1,4 @@
-"""A plugin of pytest that writes what became of each test to a record, as soon as it is known.
+"""A plugin of pytest that writes the outcome of each test to a record, as soon as it is known.
 
 python -m pytest -p benchmarks.gpu_smoke.outcomes --outcomes FILE ...
 """

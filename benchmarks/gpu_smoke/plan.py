@@ -1,4 +1,4 @@
-"""What the first hour on a GPU runs, in parts that fit into calls of at most four minutes, ordered by what they tell.
+"""The steps of the first hour on a GPU, in parts that fit into calls of at most four minutes, the most telling first.
 
 Only the standard library is imported here: the plan can be read where nothing is installed.
 """
@@ -7,12 +7,12 @@ import re
 from typing import NamedTuple
 
 CALL_SECONDS = 240
-"""What one call may take, with all its steps."""
+"""Seconds that one call may take, with all its steps."""
 _START_SECONDS = 15
-"""What a call takes beside its steps: it looks at the device, and installs wheels."""
+"""Seconds that a call takes beside its steps: it looks at the device, and installs wheels."""
 
 CARRIED = {"msgspec": "msgspec", "pyzmq": "zmq", "pytest-asyncio": "pytest_asyncio"}
-"""What has to be brought along as wheels: distributions, and the modules in them."""
+"""Distributions that have to be brought along as wheels, and the modules in them."""
 
 ROOMS = (".", "shared", "kernels", "services/scheduler", "services/executor", "services/gateway", "services/cli")
 """Where the packages are in a repository in which nothing has been installed."""
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 def _tests(seconds: int) -> Step:
     options = ("-m", "gpu", "-n", "auto", "--maxprocesses", "14", "-q", "-p", "no:cacheprovider", "--timeout", "90")
-    # The first run should not fail because some release warns of what the next one will remove.
+    # The first run should not fail because some release warns of features that the next one will remove.
     more = ("-o", "filterwarnings=default", "-p", "benchmarks.gpu_smoke.outcomes")
     return Step("tests", seconds, ("pytest", *options, *more, "tests/kernels", "tests/executor"), "--outcomes")
 
@@ -80,13 +80,13 @@ PARTS: dict[int, tuple[Step, ...]] = {
         _kernels("sampling", 35),
     ),
 }
-"""The steps of each part, those first that tell the most in a minute: what works, whole models, then single kernels."""
+"""The steps of each part, the most telling first: tests, whole models, then single kernels."""
 
 assert all(_START_SECONDS + sum(step.seconds for step in steps) <= CALL_SECONDS for steps in PARTS.values())
 
 
 def device_label(name: str) -> str:
-    """Return what files say of a device: "H200" for "NVIDIA H200", "H100" for "NVIDIA H100 80GB HBM3"."""
+    """Return the name of a device in file names: "H200" for "NVIDIA H200", "H100" for "NVIDIA H100 80GB HBM3"."""
     words = [word for word in re.split(r"[\s/]+", name) if word not in ("NVIDIA", "Tesla", "GeForce", "")]
     size = next((number for number, word in enumerate(words) if re.fullmatch(r"\d+GB", word)), len(words))
     return re.sub(r"[^\w.-]", "", "-".join(words[:size])) or "GPU"

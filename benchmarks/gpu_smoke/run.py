@@ -1,4 +1,4 @@
-"""The first hour on a GPU, in calls of at most four minutes each: what works, and the figures that matter.
+"""The first hour on a GPU, in calls of at most four minutes each: the tests, and the figures that matter.
 
     make gpu-smoke [PART=1]
     python3 -m benchmarks.gpu_smoke.run [--part 1 2] [--wheels DIR] [--out DIR] [--commit HASH] [--dry-run]
@@ -7,8 +7,8 @@ It needs a Python with PyTorch, Triton, transformers and pytest, such as a machi
 network: the few packages that are missing come from ``--wheels``. Nothing of Pagewise has to be installed.
 
 Each step is a process with a limit of its own. It writes every row when it has been measured, to a file that is named
-after the device, so whatever ends it costs only what is missing. ``gpu-smoke-DEVICE.json`` says what became of the
-steps, and keeps the end of what they printed. Last comes a table of goals, what was measured, and what was predicted.
+after the device, so whatever ends it costs only the missing rows. ``gpu-smoke-DEVICE.json`` has the outcomes of the
+steps, and the end of their output. Last comes a table of goals, measurements, and predictions.
 """
 
 import argparse
@@ -33,10 +33,10 @@ from benchmarks.record import COMMIT_VARIABLE, record_file, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".gpu-smoke"
-"""What later calls on the same machine use again: installed wheels, and compiled kernels."""
+"""The folder that later calls on the same machine use again: installed wheels, and compiled kernels."""
 _LAST_LINES = 40
 _FREE_SHARE = 0.9
-"""How much of the memory of a device that nobody else uses is free: a context takes some."""
+"""How much of the memory of a device without other users is free: a context takes some."""
 _FREEING_SECONDS = 15
 
 
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 class SmokeError(Exception):
-    """Nothing can be run; the text says why."""
+    """Nothing can be run; the text has the reason."""
 
 
 def described(parts: Mapping[int, Sequence[Step]]) -> str:
@@ -96,7 +96,7 @@ def device_name() -> str:
 
 
 def prepared(wheels: Path | None) -> dict[str, str]:
-    """The environment of the steps, with what was missing installed into a folder of its own.
+    """The environment of the steps, with missing wheels installed into a folder of its own.
 
     Raises:
         SmokeError: packages are missing, and there are no wheels of them.
@@ -130,7 +130,7 @@ def prepared(wheels: Path | None) -> dict[str, str]:
 
 
 def run_parts(parts: Mapping[int, Sequence[Step]], device: str, out: Path, environment: Mapping[str, str]) -> int:
-    """Run the steps one after the other, and record what became of each; returns the exit status."""
+    """Run the steps one after the other, and record the outcome of each; returns the exit status."""
     label = device_label(device)
     summary = out / f"gpu-smoke-{label}.json"
     rows: list[dict[str, Any]] = json.loads(summary.read_text())["rows"] if summary.exists() else []
@@ -174,7 +174,7 @@ def wait_for_memory(environment: Mapping[str, str], seconds: float = _FREEING_SE
 
 
 def _is_there(module: str, environment: Mapping[str, str]) -> bool:
-    """Whether the steps can import a module, of what is installed or carried."""
+    """Whether the steps can import a module, installed or carried."""
     carried = (Path(folder) / module for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder)
     return importlib.util.find_spec(module) is not None or any(path.exists() for path in carried)
 
@@ -182,8 +182,8 @@ def _is_there(module: str, environment: Mapping[str, str]) -> bool:
 def run_step(step: Step, record: Path, environment: Mapping[str, str]) -> tuple[str, list[str]]:
     """Run a step; returns "done", "failed (status)" or "cut off", and the last lines that it has printed.
 
-    It has a process group of its own, which is ended with it, or with this process if that is told to stop. No session
-    of its own: that would outlive whoever ends all that a command has started.
+    It has a process group of its own, which is ended with it, or with this process if that gets a signal to stop. No
+    session of its own: that would outlive a caller that ends all processes of a command.
     """
     command = [sys.executable, "-m", *step.arguments, step.record, str(record)]
     process = subprocess.Popen(

@@ -117,7 +117,7 @@ def _decode_fp8(bench: Bench, name: str, case: Paged) -> None:
 
 
 def shared(bench: Bench) -> None:
-    """Rates are of the KV that has to be read at least: what is shared once, and each sequence's own."""
+    """Rates are of the KV that has to be read at least: shared blocks once, and each sequence's own."""
     batch, own = (3, 24) if bench.smoke else (64, 256)
     for common in (32,) if bench.smoke else (512, 2048, 8192):
         name = f"shared prefix {batch} x ({common} + {own})"

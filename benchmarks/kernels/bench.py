@@ -17,7 +17,7 @@ BLOCK_SIZE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
 
 @dataclass
 class Row:
-    """``rate``: GB/s or TFLOP/s; ``share``: of the ceiling measured in the same run; ``bar``: what it should reach."""
+    """``rate``: GB/s or TFLOP/s; ``share``: of the ceiling measured in the same run; ``bar``: the goal."""
 
     name: str
     who: str
@@ -64,7 +64,7 @@ class Bench:
         self._add(Row(name, who, taken, rate, "TFLOP/s", rate / self.matmul_rate, bar))
 
     def peer(self, who: str, make: peers.Make, measure: Callable[[Callable[[], object]], None]) -> None:
-        """Measure a peer, unless it fails, or there is no time left for those that have to be compiled."""
+        """Measure a peer, unless it fails, or there is no time left for peers that have to be compiled."""
         if time.perf_counter() - self.began > _SECONDS_FOR_PEERS:
             print(f"{who}: no time left")
             return
@@ -83,7 +83,7 @@ class Bench:
         self.added()
 
     def ceilings(self) -> None:
-        """What a copy and a matrix product reach here, now."""
+        """The rates of a copy and of a matrix product here, now."""
         self.copy_rate = float("nan") if self.smoke else copy_bandwidth() * 1e-9
         n = 64 if self.smoke else 8192
         a, b = (torch.randn(n, n, device=self.device).bfloat16() for _ in range(2))

@@ -1,4 +1,4 @@
-"""What lies around attention: norms, gates, rotations, K and V into the pool, block copies, linear layers, inputs."""
+"""Operations around attention: norms, gates, rotations, K and V into the pool, block copies, linear layers, inputs."""
 
 from collections.abc import Callable
 
@@ -104,7 +104,7 @@ def linears(bench: Bench) -> None:
 
 
 def inputs(bench: Bench) -> None:
-    """What a decode step feeds to the model: a few kilobytes, so the time counts and not the rate."""
+    """The inputs of a decode step: a few kilobytes, so the time counts and not the rate."""
     queries, blocks = (3, 4) if bench.smoke else (256, 512)
     device = bench.device
     rows = torch.randperm(queries, device=device).int()

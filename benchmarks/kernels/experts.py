@@ -1,5 +1,5 @@
 """The experts of a layer of Qwen3-30B-A3B in a decode step, by the grouped products and as transformers computes them;
-bars are what they were predicted to take."""
+bars are the predicted times."""
 
 from collections.abc import Iterator
 from itertools import cycle

@@ -1,5 +1,5 @@
 """The products of a decode step in the shape of Llama 3 8B, in 16 bits and in FP8, by the kernel for few rows and by
-the library; bars are what the kernel was predicted to take."""
+the library; bars are the predicted times of the kernel."""
 
 from collections.abc import Callable
 from itertools import cycle
@@ -28,7 +28,7 @@ _CACHE = 2**28
 
 
 def few_rows(bench: Bench) -> None:
-    """Times of products; their bytes are those of the weight."""
+    """Times of products; their bytes are the bytes of the weight."""
     for (kind, rows), predicted in _PREDICTED.items():
         for (product, shape), micros in zip(_SHAPES.items(), predicted, strict=True):
             name = f"linear-of-few-rows {product} {kind} {rows}"

@@ -17,7 +17,7 @@ from benchmarks.kernels.bench import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, Benc
 
 
 def layer(bench: Bench) -> None:
-    """The shape of Llama 3 8B with contexts of 1k; bytes are those of weights and KV, each read once."""
+    """The shape of Llama 3 8B with contexts of 1k; bytes: weights and KV, each read once."""
     hidden, inner, heads, kv_heads, dim = (
         (64, 96, 4, 2, 16) if bench.smoke else (4096, 14_336, HEADS, KV_HEADS, HEAD_DIM)
     )
@@ -37,7 +37,7 @@ def layer(bench: Bench) -> None:
 def _decoder_layer(
     device: torch.device, batch: int, context: int, hidden: int, inner: int, heads: int, kv_heads: int, dim: int
 ) -> tuple[Callable[[], object], int]:
-    """Return what computes a layer, and the bytes that it has to read."""
+    """Return the function that computes a layer, and the bytes that it has to read."""
     dtype = torch.bfloat16
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The same problems for others, where they are installed: FlashInfer, PyTorch's attention, FlexAttention.
 
-Each is a name and a function that prepares and returns the call; what they raise is for the caller to report.
+Each is a name and a function that prepares and returns the call; the caller reports their exceptions.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ Make = Callable[[], Callable[[], Any]]
 
 _FLASHINFER = "fa2"
 """Left to itself it takes FlashAttention 3 for prefill on Hopper, which it compiles with nvcc for minutes where that is
-not cached: more than a run has. That one is the faster there, so beating this one says less."""
+not cached: more than a run has. That one is the faster there, so beating this one means less."""
 
 
 def decode(
@@ -39,7 +39,7 @@ def decode(
         return lambda: wrapper.run(q, (keys, values))
 
     def sdpa() -> Callable[[], Any]:
-        # On KV that lies together, which a server would have to copy first.
+        # On contiguous KV, which a server would have to copy first.
         k, v = (t[tables.long()].flatten(1, 2).transpose(1, 2).contiguous() for t in (keys, values))
         queries = q[:, :, None]
         return lambda: torch.nn.functional.scaled_dot_product_attention(queries, k, v, enable_gqa=True)

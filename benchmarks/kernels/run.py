@@ -1,4 +1,4 @@
-"""Kernels against what the device can do, and against peers that are installed.
+"""Kernels against the ceilings of the device, and against peers that are installed.
 
     python -m benchmarks.kernels.run [--only TEXT] [--json FILE]
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def save(path: str, bench: Bench) -> None:
-    """Write what has been measured so far."""
+    """Write the measurements so far."""
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "cpu"
     ceilings = {"copy_gb_per_s": bench.copy_rate, "matmul_tflop_per_s": bench.matmul_rate}
     numbers = {"ceilings": ceilings, "rows": [asdict(row) for row in bench.rows]}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.mixtures.mxfp4 [--json FILE]
 
-The sizes are those of gpt-oss-20b, with 8 experts instead of 32, because they take 0.8 GB in float32. The contenders
+The sizes are as in gpt-oss-20b, with 8 experts instead of 32, because they take 0.8 GB in float32. The contenders
 take turns in a process. Every number is the median of the rounds, in CPU milliseconds of the process. Other work on the
 machine makes them larger, so only ratios of one run are compared.
 """

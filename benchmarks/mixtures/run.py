@@ -8,8 +8,8 @@ is the median of the rounds, in CPU milliseconds of the process, and every ratio
 Other work on the machine makes the times larger, so only ratios are compared. It makes threads wait for each other too,
 so one thread is the default.
 
-A last turn, which does not count for these, measures how much of a step routers and experts are, without what shared
-experts compute. Of a mixture that Pagewise computes as one operation, this has the norm before it.
+A last turn, which does not count for these, measures how much of a step routers and experts are, without the time of
+shared experts compute. Of a mixture that Pagewise computes as one operation, this has the norm before it.
 """
 
 import argparse

@@ -45,7 +45,7 @@ def main() -> None:
             build_model(Path(directory), max(tokens) + 64)
         else:
             build("qwen3-0.6b", Path(directory), "cuda")
-        # One start for all lengths, and the longest first: it compiles what the others need.
+        # One start for all lengths, and the longest first: it compiles the kernels of the others.
         bench = Bench(Path(directory), None, max(tokens), **options)
         for number in sorted(tokens, reverse=True):
             row = {"tokens": number} | measure(bench, number, repeats, f"{number} tokens")

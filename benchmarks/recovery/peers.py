@@ -27,7 +27,7 @@ def on_loopback(tiers: Mapping[int, Tier], bytes_per_block: int) -> Peers:
 
 
 def measure(path: Path, tokens: int, repeats: int) -> dict[str, Any]:
-    """Median milliseconds to the first token by mode, and what auto chose."""
+    """Median milliseconds to the first token by mode, and the choice of auto."""
     directory = PrefixDirectory()
     holder, fetcher = (Bench(path, None, tokens, on_loopback) for _ in range(2))
     for bench in (holder, fetcher):

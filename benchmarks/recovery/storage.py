@@ -22,7 +22,7 @@ from benchmarks.recovery.run import MODES, Bench, build_model, prompt_of, timed
 
 
 def measure(path: Path, tokens: int, repeats: int, **storage: Any) -> dict[str, Any]:
-    """Median milliseconds to the first token by mode, and what auto chose."""
+    """Median milliseconds to the first token by mode, and the choice of auto."""
     bench = Bench(path, None, tokens, **storage)
     prompt = prompt_of(tokens, tokens)
     bench.first_token(prompt, "cold")

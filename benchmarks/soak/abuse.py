@@ -1,4 +1,4 @@
-"""What a stranger with an API key sends to do harm: each request is refused, or is served within the key's limits."""
+"""Harmful requests of a stranger with an API key: each is refused, or is served within the key's limits."""
 
 import asyncio
 import gzip
@@ -78,16 +78,16 @@ BODIES: dict[str, tuple[str, _Body]] = {
     "a body that inflates": ("/v1/completions", lambda rng: _BOMBS[rng.randrange(len(_BOMBS))]),
     "a small body of many arrays": ("/v1/completions", lambda _: b'{"prompt": [' + b"[1]," * 16_000 + b"[1]]}"),
 }
-"""Where each kind of request goes, and what makes its body."""
+"""The path of each kind of request, and the function that makes its body."""
 _ENCODED = {"a body that inflates": {"Content-Encoding": "gzip"}}
 _BOMBS: list[bytes] = [_gzip_bomb(random.Random(seed)) for seed in range(2)]
 
 
 class Abuser:
-    """Sends such requests with one API key, a few at a time, and now and then hangs up before the answer.
+    """Sends such requests with one API key, a few at a time, and now and then disconnects before the answer.
 
-    With another key come bodies that never end: with the same one, they would take most of what it may have at a time,
-    and the others would be refused for that reason.
+    With another key come bodies that never end: with the same one, they would take most of a key's share at a time, and
+    the others would be refused for that reason.
 
     ``answers``: how many came, by kind and status; ``failures``: answers that say that a server failed.
     """
@@ -192,7 +192,7 @@ class Abuser:
             self.answers[kind, 0] += 1
 
     async def _connect(self, cluster: Cluster) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection of its own, for what an HTTP client would not send."""
+        """A connection of its own, for bytes that an HTTP client would not send."""
         host, port = self._gateway(cluster).removeprefix("http://").split(":")
         return await asyncio.open_connection(host, int(port))
 

@@ -1,5 +1,4 @@
-"""What every process holds, over its life: memory, file descriptors, sockets, threads, tasks. And what it repeats in
-its log."""
+"""Resources of every process, over its life: memory, file descriptors, sockets, threads, tasks, and log lines."""
 
 import asyncio
 import contextlib
@@ -27,9 +26,9 @@ still makes the kernels of each new batch size, and writes blocks of its pool fo
 
 
 class Sample(NamedTuple):
-    """What a process held at a time (seconds): resident memory in MB (10^6 bytes), and numbers of others.
+    """The resources of a process at a time (seconds): resident memory in MB (10^6 bytes), and numbers of others.
 
-    ``sockets``: of its descriptors. ``tasks``: of its event loop, as its metric said last; None: it has not said yet.
+    ``sockets``: of its descriptors. ``tasks``: of its event loop, by its metric; None: it has not been read yet.
     """
 
     time: float
@@ -57,7 +56,8 @@ class Life:
     def before_and_after(self, of: Callable[[Sample], float | None]) -> tuple[float, float]:
         """The least of something just after its memory has settled, and at the end of its life.
 
-        What requests hold for a moment comes and goes; what leaks raises the least. 0 if it is not known of any sample.
+        Memory that requests hold for a moment comes and goes; a leak raises the least. 0 if it is not known of any
+        sample.
         """
         settled = self.samples[0].time + self.settles
         known = [(one.time, value) for one in self.samples if (value := of(one)) is not None]
@@ -119,7 +119,7 @@ class Resources:
             self.lives.setdefault((name, process.pid), Life(name, process.pid)).samples.append(sample)
 
     def long(self) -> list[Life]:
-        """Those that have lived long enough to be judged."""
+        """The processes that have lived long enough to be judged."""
         elapsed = monotonic() - self._began
         judged = [life for life in self.lives.values() if life.seconds >= max(LEAST_SECONDS, LEAST_SHARE * elapsed)]
         for life in judged:
@@ -155,7 +155,8 @@ def tasks_by_process(cluster: Cluster) -> dict[str, float]:
 
 
 def repeated(folder: Path) -> Counter[tuple[str, str]]:
-    """How often each process has logged each warning or error, by its name and by the text without what varies."""
+    """How often each process has logged each warning or error, by its name and by the text without its varying
+    parts."""
     found: Counter[tuple[str, str]] = Counter()
     for path in folder.glob("*.log"):
         for line in path.read_text(errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""Pauses of all clients, so that what processes hold then is what they keep."""
+"""Pauses of all clients, in which processes hold only the memory that they keep."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ _REST_SECONDS = 90.0
 
 
 class Rests:
-    """``keep`` says when clients rest, and ``over`` is what they wait for before each request."""
+    """``keep`` begins and ends the rests of clients, and they wait for ``over`` before each request."""
 
     def __init__(self, seconds: float) -> None:
         """``seconds``: of the whole soak, whose end is also that of a rest if it takes five minutes or more."""

@@ -3,14 +3,14 @@
     python -m benchmarks.soak.run [--minutes 60] [--json FILE] [--logs FOLDER]
 
 Twenty streams of nine kinds run through two gateways with one API key, and every output is compared with its reference.
-A stranger with two other keys sends what does harm elsewhere. Executors are killed, frozen and drained all the time,
-the scheduler and the second gateway a few times. One executor and the first gateway are only frozen, so that they live
-from the beginning to the end. What has to hold:
+A stranger with two other keys sends requests that do harm elsewhere. Executors are killed, frozen and drained all the
+time, the scheduler and the second gateway a few times. One executor and the first gateway are only frozen, so that they
+live from the beginning to the end. These rules have to hold:
 
-- no stream fails but those of a gateway that was killed, and every output is right;
-- the memory of a process that lives for a fifth of the time, and at least four minutes, grows by less than 2% (and
-  3 MB) once it has lived for a tenth of the time. In each tenth of the time, all clients rest for a while: what it
-  holds then is what it keeps. A scheduler that lives for less than half an hour may grow by 11 MB more, until its
+- no stream fails but the streams of a gateway that was killed, and every output is right;
+- the memory of a process that lives for a fifth of the time, and at least four minutes, grows by less than 2% (and 3
+  MB) once it has lived for a tenth of the time. In each tenth of the time, all clients rest for a while: the memory it
+  holds then is its lasting memory. A scheduler that lives for less than half an hour may grow by 11 MB more, until its
   records of lost blocks and of ended requests, whose sizes are bounded, are full;
 - file descriptors, sockets, threads and tasks end as they began, all blocks are accounted for, and nothing runs or
   waits at the end;
@@ -36,7 +36,7 @@ from benchmarks.soak.rests import Rests
 
 MOST_GROWTH = 0.02
 _SLACK_MB = 3.0
-"""What a process may grow by beside that: pages that are touched for the first time late."""
+"""Megabytes by which a process may grow beside that: pages that are touched for the first time late."""
 _RECORDS_MB = 11.0
 """The records of a scheduler that are full: 65,536 lost blocks were measured at 7 MB, and 2,048 ended sequences at 1.5
 MB for short sequences; sequences of this workload report more."""
@@ -47,7 +47,7 @@ _SLACK = 16
 """How many of each of them a process may have more."""
 _TIMEOUT = 3.0
 _WARNINGS_PER_MINUTE = 6.0
-"""The bound of warnings that others can cause, and the line that says how many were left out."""
+"""The bound of warnings that others can cause, and the line with the number that were left out."""
 _LEAST_WARNINGS = 20
 _HONEST, _ABUSER, _IDLER, _OPERATOR = "sk-honest", "sk-abuser", "sk-idler", "sk-operator"
 
@@ -118,7 +118,7 @@ def soak(folder: Path, minutes: float, streams: int) -> tuple[Report, dict[str, 
     )
     long_lives = resources.long()
     report.failures += grown(long_lives) + abuser.failures
-    most = max(_LEAST_WARNINGS, _WARNINGS_PER_MINUTE * minutes) + len(report.disturbances)  # each of which is told
+    most = max(_LEAST_WARNINGS, _WARNINGS_PER_MINUTE * minutes) + len(report.disturbances)  # each of which is logged
     warnings = repeated(folder)
     report.failures += [
         f"{name} says {count} times: {text}" for (name, text), count in warnings.items() if count > most
