@@ -187,7 +187,7 @@ def _specialised(heads: int, kv_heads: int, head_dim: int, block_size: int = 16)
 
 
 def _add_specialised() -> None:
-    """Those of compute capability 9.0 alone."""
+    """Kernels of compute capability 9.0 alone."""
     for dim in (64, 128):
         CASES[f"specialised prefill d{dim} bf16"] = partial(_specialised, 32, 8, dim)
     CASES["specialised prefill d128 bf16 groups of 7"] = partial(_specialised, 28, 4, 128)
@@ -195,7 +195,7 @@ def _add_specialised() -> None:
 
 
 def _add_sweep() -> None:
-    """What benchmarks compare with the default."""
+    """Variants that benchmarks compare with the default."""
     for config in decode_configs(4)[1:]:
         name = f"decode d128 bf16 tile {config.tile}, {config.num_warps} warps"
         CASES[name] = partial(_attention, torch.bfloat16, torch.bfloat16, 32, 8, 128, "decode", config=config)

@@ -26,9 +26,9 @@ def disassembled(cubin: bytes) -> str:
 
 
 def too_early(code: str) -> list[str] | None:
-    """What a kernel does before it waits for the one before it, and must not (see ``dependent_launch``).
+    """The forbidden work of a kernel before it waits for the one before it (see ``dependent_launch``).
 
-    ``code``: its PTX or what ``disassembled`` returns. Accesses to global memory are listed, ends, and jumps over the
+    ``code``: its PTX or the result of ``disassembled``. Accesses to global memory are listed, ends, and jumps over the
     wait; prefetching is none of them. None: it does not wait.
     """
     wait = _WAIT.search(code)
@@ -43,7 +43,7 @@ def innermost_loops(text: str) -> list[list[str]]:
     """Return the instructions of each innermost loop of a kernel, in the order of the code; prologue and epilogue do
     not count. Of a kernel that has no loop: its own.
 
-    ``text``: what ``disassembled`` returns. A loop is what lies between a label and the last branch back to it.
+    ``text``: the result of ``disassembled``. A loop is the code between a label and the last branch back to it.
     """
     labels: dict[str, int] = {}
     ends: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Memory by granularity: what is lost at the ends of sequences, and because whole blocks are shared or nothing."""
+"""Memory by granularity: the loss at the ends of sequences, and because only whole blocks are shared."""
 
 import statistics
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ PAGES = {
 
 
 def read(name: str, limit: int | None = None) -> list[TraceRequest]:
-    """The first requests of a trace; those of ShareGPT, which have no times of their own, come 20 a second."""
+    """The first requests of a trace; ShareGPT has no times, so its requests come 20 a second."""
     return read_trace(Path(__file__).parents[1] / "traces" / TRACES[name], limit=limit, rate=20.0)
 
 
@@ -49,10 +49,10 @@ class _Node:
 
 
 def lost(trace: Iterable[TraceRequest], size: int) -> dict[str, float]:
-    """What blocks of ``size`` tokens lose, by arithmetic over a trace whose requests come one after the other.
+    """The loss of blocks of ``size`` tokens, by arithmetic over a trace whose requests come one after the other.
 
     Nothing is ever evicted. ``tails``: share of the slots of all sequences, at their full length, that hold no token.
-    ``memory``: what the blocks of all sequences take, as a multiple of their distinct tokens, stored once each.
+    ``memory``: the memory of the blocks of all sequences, as a multiple of their distinct tokens, stored once each.
     ``reused``: share of the prompt tokens that an earlier request has left in full blocks; the newest is always
     computed.
     """

@@ -1,4 +1,4 @@
-"""What mapping costs on this machine, and attention over block tables and over page tables, side by side."""
+"""The cost of mapping on this machine, and of attention over block tables and over page tables, side by side."""
 
 import statistics
 import time
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 def map_times(size: int, present: int, calls: int = 2000) -> dict[str, float]:
     """Median microseconds of a call that maps ``size`` bytes at an address that had no memory, or other memory.
 
-    ``present``: the process has at least so many other maps. What is mapped has been written before.
+    ``present``: the process has at least so many other maps. Mapped memory has been written before.
     """
     memory, page = SharedMemory(), SharedMemory().page
     count = min(calls, 2**30 // size)
@@ -94,7 +94,7 @@ CONTENDERS = ("table", "mmu", "mmu, all layers", "table, operations in C")
 
 
 def attention_times(case: Case, block_size: int, rounds: int) -> dict[str, float]:
-    """Median milliseconds per layer of a step's attention, what prepares it included, by contender; all in turns.
+    """Median milliseconds per layer of a step's attention, its preparation included, by contender; all in turns.
 
     They are CPU time of one thread, which other work on the machine makes longer by less than it does any other time.
     """
@@ -128,7 +128,7 @@ def attention_times(case: Case, block_size: int, rounds: int) -> dict[str, float
 def _step(
     case: Case, blocks: np.ndarray[Any, np.dtype[np.int32]], pool: KVPool, backend: AttentionBackend
 ) -> Callable[[], torch.Tensor]:
-    """What computes the attention of one step in all layers. Everything is mapped when this returns."""
+    """The function that computes the attention of one step in all layers. Everything is mapped when this returns."""
     length = case.context + case.queries
     batch = InputBatch(
         num_rows=case.rows, max_model_len=length, block_size=pool.block_size, pool_blocks=pool.num_blocks

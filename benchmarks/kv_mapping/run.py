@@ -2,7 +2,7 @@
 
     python -m benchmarks.kv_mapping.run --json FILE --plot FILE
 
-What blocks lose by their size is arithmetic over traces, and a replay of their first requests on the scheduler core
+The loss by the size of blocks is arithmetic over traces, and a replay of their first requests on the scheduler core
 under a virtual clock. Times are measured on this machine, in turns; every number is a median.
 """
 
@@ -22,7 +22,7 @@ PRESENT = (1_000, 50_000)
 
 
 def granularity(requests: int) -> dict[str, list[dict[str, Any]]]:
-    """What is lost by block size: over whole traces, and in a pool of 40 GiB over their first requests."""
+    """The loss by block size: over whole traces, and in a pool of 40 GiB over their first requests."""
     whole, replayed = [], []
     print(f"{'trace':<16}{'block':>6}{'empty':>9}{'memory':>9}{'shared':>9}")
     for name in TRACES:
@@ -45,7 +45,7 @@ def granularity(requests: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def mapping() -> dict[str, list[dict[str, Any]]]:
-    """What it takes to map pages, and blocks."""
+    """The time to map pages, and blocks."""
     calls, blocks = [], []
     for name, size in MAPPED.items():
         for present in PRESENT:

@@ -1,4 +1,4 @@
-"""Triton's own launch path on a fake of CUDA's driver, which records launches: what the host does, without a GPU.
+"""Triton's own launch path on a fake of CUDA's driver, which records launches: the work of the host, without a GPU.
 
 Everything up to the driver is real: Triton compiles for the device that the fake pretends to be, builds its launchers,
 and calls ``cuLaunchKernelEx`` of ``fake_cuda.c``. Kernels compute nothing. Needs a C compiler, as Triton does.
@@ -23,9 +23,9 @@ _BYTES = {"i1": 1, "u1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "fp16": 2, "bf
 
 
 class Launch(NamedTuple):
-    """What the driver was told.
+    """A launch that the driver got.
 
-    ``function``: one of what was compiled. ``values``: the bytes of each parameter, as an integer. ``dependent``: it
+    ``function``: a compiled function. ``values``: the bytes of each parameter, as an integer. ``dependent``: it
     may begin before the kernel that was launched before it has ended.
     """
 
@@ -48,7 +48,7 @@ class _Launch(ctypes.Structure):
 
 
 class FakeDriver:
-    """Stands in for ``triton.backends.nvidia.driver.CudaDriver``."""
+    """Replaces ``triton.backends.nvidia.driver.CudaDriver``."""
 
     def __init__(self, library: ctypes.CDLL, capability: int) -> None:
         from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""What the host does for a step with the Triton kernels: launches, and microseconds, without a GPU.
+"""The work of the host for a step with the Triton kernels: launches, and microseconds, without a GPU.
 
     python -m benchmarks.launch.run [--json FILE]
     python -m benchmarks.launch.run --layers 2 --rounds 3 --cases "64 decodes"
@@ -113,7 +113,7 @@ class Steps:
         return self._execute(left=left, joined=(new,), chunks=((self._row, self._chunk),))
 
     def _execute(self, **plan: Any) -> float:
-        self._runner._last_tokens.zero_()  # kernels compute nothing: what was sampled is anything
+        self._runner._last_tokens.zero_()  # kernels compute nothing: sampled tokens are arbitrary
         began = time.process_time()
         issued = self._runner.execute(StepPlan(0, self._step, **plan))
         seconds = time.process_time() - began

@@ -1,8 +1,8 @@
-"""What deciding where a request goes costs the scheduler: microseconds of CPU time per placement.
+"""The cost of placing a request in the scheduler: microseconds of CPU time per placement.
 
 Prompts of 8,192 tokens. *Shared*: every executor holds the first 2,048 tokens of the prompt, a system prompt for
-instance, and one of them holds all of it. *New*: nobody holds any of it. At every executor a prompt waits, and each
-may fetch blocks from the others. Medians; with ``--json`` the numbers are written.
+instance, and one of them holds all of it. *New*: no executor holds any of it. At every executor a prompt waits, and
+each may fetch blocks from the others. Medians; with ``--json`` the numbers are written.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Eight executors beside one of eight times the memory and speed: what routing keeps of the prefix cache.
+"""Eight executors beside one of eight times the memory and speed: the share of cache hits that routing keeps.
 
 The Mooncake synthetic trace at its own times, on the real scheduler cores and routing policies under a virtual clock.
 Each policy, with executors that fetch from each other and without, and the default one with a term left out; the first
@@ -36,25 +36,25 @@ EXECUTORS = 8
 BLOCK_SIZE = 128  # the traces repeat blocks of 512, that of agents of 64
 BAR_HIT_RATE, BAR_BUSIEST = 0.95, 1.15
 DEFAULT = "ttft, fetching"
-"""What ``pagewise serve`` does unless it is told otherwise: ``--routing ttft`` and ``--lend-blocks``."""
+"""The defaults of ``pagewise serve``: ``--routing ttft`` and ``--lend-blocks``."""
 
 
 class WithoutEviction(LeastTimeToFirstToken):
-    """What is pushed out counts nothing."""
+    """Evicted blocks count nothing."""
 
     def cost(self, found: CostEstimate) -> float:
         return found.queue + found.recovery / (1.0 - found.busy)
 
 
 class WithoutOthers(LeastTimeToFirstToken):
-    """That computing delays those who come next counts nothing."""
+    """The delay of later requests by computing counts nothing."""
 
     def cost(self, found: CostEstimate) -> float:
         return found.queue + found.recovery + found.evicted
 
 
 class WithoutQueue(LeastTimeToFirstToken):
-    """What waits before it counts nothing."""
+    """Waiting requests before it count nothing."""
 
     def cost(self, found: CostEstimate) -> float:
         return (found.recovery + found.evicted) / (1.0 - found.busy)
@@ -71,7 +71,7 @@ ABLATIONS: dict[str, type[LeastTimeToFirstToken]] = {
 class Case:
     """``million_tokens``: that each of the ``executors`` holds. ``speed``: of arrivals, 1 is the trace's own.
 
-    ``peers``: they fetch blocks from each other. ``learn_apart``: each executor learns for itself what is used again,
+    ``peers``: they fetch blocks from each other. ``learn_apart``: each executor learns rates of reuse for itself,
     instead of all together.
     """
 
@@ -86,10 +86,10 @@ class Case:
 
 
 def simulate(case: Case) -> dict[str, Any]:
-    """Replay the trace. One executor stands for all of them: as much memory, as fast."""
+    """Replay the trace. One executor takes the place of all: as much memory, as fast."""
     trace = read_trace(TRACES / case.trace, limit=case.limit)
     for request in trace:
-        if request.after < 0:  # else it is the time that somebody thinks
+        if request.after < 0:  # else it is the time that a person thinks
             request.arrival /= case.speed
     times = EXECUTORS // case.executors
     costs = llama_3_8b(BLOCK_SIZE).times_as_fast(times)
@@ -137,7 +137,7 @@ def cases(smoke: bool) -> Iterator[Case]:
         for policy in ("one", "ttft", "prefix"):
             yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS)
         yield Case("ttft", tokens, speed, peers=True)
-    # As much memory as holds a part of what comes, and sessions that overlap.
+    # Memory for a part of the prompts, and sessions that overlap.
     for trace, tokens, speed, first in ((CONVERSATIONS, 1.0, 1.0, 1000), (AGENTS, 0.125, 1000.0, None)):
         for policy in ("one", "ttft", "prefix", "round-robin"):
             yield Case(policy, tokens, speed, 1 if policy == "one" else EXECUTORS, trace, limit=first)
@@ -179,13 +179,13 @@ def main() -> None:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Of the policy, and what is special."""
+    """The name of the policy, and its special settings."""
     special = [name for name, key in (("fetching", "peers"), ("learning apart", "learn_apart")) if row[key]]
     return ", ".join([row["policy"], *special])
 
 
 def plot(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw what the policies achieve on the synthetic trace; what ``pagewise serve`` does by default stands out."""
+    """Draw the results of the policies on the synthetic trace; the default of ``pagewise serve`` is highlighted."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -47,7 +47,7 @@ class Load:
             transport.abort()
 
     def request(self, rng: random.Random) -> bytes:
-        """One request, as it goes over the wire."""
+        """One request, as it is sent."""
         body = json.dumps(
             {
                 "prompt": random_prompt(rng),

@@ -1,11 +1,11 @@
-"""One scheduler, gateways, and more and more executors: throughput, and what a token costs each kind of process.
+"""One scheduler, gateways, and more and more executors: throughput, and the cost of a token in each kind of process.
 
     python -m benchmarks.scaling.run [--executors 1 2 4 8 64] [--gateways 1 2] [--scheduler-core 0] [--json FILE]
 
 Executors are processes (``pagewise-executor --simulate``) whose steps take a fixed time and cost next to nothing, so
-what is measured is everything else. Every executor gets the same load: so many streams in a closed loop, over HTTP as
+everything else is measured. Every executor gets the same load: so many streams in a closed loop, over HTTP as
 server-sent events (``stream``), over HTTP with one answer at the end (``answer``), or by a gateway without HTTP and
-text (``wire``). At the end more is offered than can be had: what is reached then is the limit of one scheduler, or
+text (``wire``). At the end more is offered than can be served: the throughput then is the limit of one scheduler, or
 of its gateways, on this machine.
 """
 
@@ -56,7 +56,7 @@ class Row:
     """Medians over the windows. ``of_offered``: of the tokens that the executors would compute if nothing held them up.
 
     ``..._us_per_token``: CPU time of the scheduler's process, of all gateways together, of the executors together.
-    ``..._cpu``: their CPU seconds per second. ``machine_busy``: of all cores, whoever it is.
+    ``..._cpu``: their CPU seconds per second. ``machine_busy``: of all cores, by any process.
     """
 
     mode: str
@@ -87,7 +87,7 @@ class UnderLoad:
 
 @dataclass(frozen=True)
 class Window:
-    """What happened within ``seconds``: CPU seconds by kind of process."""
+    """The changes within ``seconds``: CPU seconds by kind of process."""
 
     tokens: float
     steps: float
@@ -112,7 +112,7 @@ def isolate(pid: int, core: int) -> None:
 
 
 async def window(load: UnderLoad, seconds: float) -> Window:
-    """What happens within ``seconds``; asking for it is not counted as CPU time."""
+    """The changes within ``seconds``; asking for them is not counted as CPU time."""
 
     def used() -> dict[str, float]:
         return {kind: sum(map(cpu_seconds, pids)) for kind, pids in load.pids.items()}
@@ -256,7 +256,7 @@ def main() -> None:
     for setup in setups:
         rows.append(uvloop.run(measure(setup, args.seconds, args.windows)))
         show(rows[-1])
-        if args.json:  # after each row: what is measured is measured
+        if args.json:  # after each row, so that an interrupted run keeps its rows
             write_record(args.json, {"rows": [asdict(row) for row in rows]})
 
 

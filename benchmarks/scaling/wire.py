@@ -39,7 +39,7 @@ _TOKEN_BYTES = 4
 class WireLoad:
     """``streams`` requests at a time under the name of one gateway; each that ends is followed by another.
 
-    ``tokens``: that have come. ``failures``: what was refused or has failed.
+    ``tokens``: that have come. ``failures``: requests that were refused or have failed.
     """
 
     def __init__(self, endpoint: str, streams: int) -> None:

@@ -1,7 +1,7 @@
-"""What a transformers model computes for a prompt whose documents were computed elsewhere, in one forward pass.
+"""The results of a transformers model for a prompt whose documents were computed elsewhere, in one forward pass.
 
-A copy of a document's tokens stands for each time that it is computed: once where its KV comes from, behind a prefix of
-its own, and once for what is computed where it stands. The attention mask says which copies a token sees. RoPE knows
+There is a copy of a document's tokens for each computation of it: once where its KV comes from, behind a prefix of its
+own, and once for what is computed where it stands. The attention mask selects the copies that a token sees. RoPE knows
 distances only, so KV that is rotated to another position is KV that was computed at that position: nothing has to be
 rotated here. Gradients flow, so models can be trained with any of it.
 """
@@ -16,7 +16,7 @@ from pagewise_shared.segments import Segment
 Reuse = Literal["segments", "rotated", "copied", "left out"]
 """How the KV of documents is come by. ``segments``: as Pagewise does, behind the root. ``rotated``: it happened to be
 computed behind another prompt's prefix, and its K are rotated to where the document stands. ``copied``: the same, not
-rotated. ``left out``: nobody attends to the documents."""
+rotated. ``left out``: no token attends to the documents."""
 
 
 class Expanded(NamedTuple):
@@ -40,7 +40,7 @@ def expand(num_tokens: int, segments: Sequence[Segment], reuse: Reuse, others: S
     """
     sources: list[int] = []
     positions: list[int] = []
-    seen: list[tuple[list[int], int]] = []  # what each stretch of copies sees beside itself, and its length
+    seen: list[tuple[list[int], int]] = []  # the tokens that each stretch of copies sees beside itself, and its length
     before: list[int] = []
 
     def compute(tokens: Sequence[int], position: int, context: list[int]) -> list[int]:
@@ -99,7 +99,8 @@ def ways(boundaries: tuple[int, ...]) -> list[Way]:
 
 
 def expand_by(num_tokens: int, segments: Sequence[Segment], way: Way, others: Sequence[range]) -> Expanded:
-    """``segments``: with boundary 0. ``others``: what their KV was computed behind, unless as segments."""
+    """``segments``: with boundary 0. ``others``: the tokens before them when their KV was computed, unless as
+    segments."""
     if way.reuse is None:
         return expand(num_tokens, (), "segments")
     return expand(num_tokens, with_boundary(segments, way.boundary), way.reuse, others)

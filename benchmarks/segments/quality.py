@@ -1,13 +1,13 @@
-"""What segments change of what the demo model says, beside other ways to reuse the KV of documents.
+"""How segments change the predictions of the demo model, beside other ways to reuse the KV of documents.
 
     python -m benchmarks.segments.quality --json benchmarks/results/segments-quality.json
 
 By transformers alone, with masks (``attention.py``): computed as a whole; as segments, by boundary; *rotated*: each
 document's KV was computed behind other tokens and its keys are rotated to where it stands; *copied*: the same, not
-rotated; *left out*: nobody attends to the documents. The prompts are of the sources that the model was trained on:
-eight pieces of different modules and a text that goes on where one of them ends, or eight pieces of one module and the
-next. Each next token of the end is compared with what the whole prompt gives: Kullback-Leibler divergence, and whether
-the most likely token is the same.
+rotated; *left out*: no token attends to the documents. The prompts are of the sources that the model was trained on:
+eight pieces of different modules and a text that continues one of them, or eight pieces of one module and the next.
+Each next token of the end is compared with the result of the whole prompt: Kullback-Leibler divergence, and whether the
+most likely token is the same.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.segments.attention import expand_by, logits, ways
 from benchmarks.segments.texts import Texts
 
 DOCUMENTS, DOCUMENT, TAIL, BEHIND = 8, 192, 64, 256
-"""Documents of a prompt, tokens of each, of what follows, and that their KV was computed behind."""
+"""Documents of a prompt; tokens of each, of the end, and before each when its KV was computed."""
 BOUNDARIES = (0, 8, 16, 32, 64)
 
 

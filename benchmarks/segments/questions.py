@@ -1,4 +1,4 @@
-"""What segments lose where an answer needs several documents, with small models that are trained for it here.
+"""The loss by segments where an answer needs several documents, with small models that are trained for it here.
 
     python -m benchmarks.segments.questions --json benchmarks/results/segments-questions.json
 
@@ -33,7 +33,7 @@ def accuracy(model: transformers.LlamaForCausalLM, batches: int, seed: int) -> d
     for _ in range(batches):
         prompts = task.make_prompts(32, rng)
         num_tokens = prompts.tokens.shape[1]
-        # Behind what another prompt begins with: at least one document.
+        # Behind the beginning of another prompt: at least one document.
         tokens = torch.cat([prompts.tokens, prompts.tokens.roll(1, 0)], 1)
         starts = [one.start for one in prompts.segments]
         others = [range(num_tokens, num_tokens + starts[1 + i % (len(starts) - 1)]) for i in range(len(starts))]

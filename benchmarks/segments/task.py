@@ -1,10 +1,10 @@
-"""A task that needs what several documents say, and small models that are trained for it here.
+"""A task that needs the content of several documents, and small models that are trained for it here.
 
 Four documents of sentences between words that mean nothing; then questions, each with one answer:
 
 - *one hop*: "anna paris", in one document. Where is anna?
 - *two hops*: "anna paris" and "paris europe", in two documents, in either order. In what is anna?
-- *reference*: "berta speaks", and in the next document "she rome". Where is berta? *She* is whoever spoke last.
+- *reference*: "berta speaks", and in the next document "she rome". Where is berta? *She* is the last speaker.
 
 A model can follow two hops when it is asked, from documents that know nothing of each other. Who *she* is it can hardly
 find out then: the document has to have been read behind the one before it.
@@ -37,7 +37,7 @@ _PEOPLE, _PLACES, _REGIONS = range(14, 34), range(34, 54), range(54, 64)
 VOCABULARY = 64
 _ROOT = (_BEGIN, _READ)
 _QUESTION = 3
-"""Tokens of a question: what is asked, of whom, the answer."""
+"""Tokens of a question: its kind, the person, the answer."""
 
 
 class Shape(NamedTuple):
@@ -89,7 +89,7 @@ def _prompt(lengths: Sequence[int], shape: Shape, rng: random.Random) -> tuple[l
     known, speaking = shape.one + shape.two, (DOCUMENTS - 1) * shape.references
     people, places = rng.sample(_PEOPLE, known + speaking), rng.sample(_PLACES, known + speaking)
     sentences: list[list[list[int]]] = [[] for _ in lengths]
-    questions: list[tuple[Kind, int, int]] = []  # kind, whom, answer
+    questions: list[tuple[Kind, int, int]] = []  # kind, person, answer
     for number, (who, where) in enumerate(zip(people[:known], places, strict=False)):
         # Where there is most room, so that no document has more sentences than fit.
         order = sorted(range(DOCUMENTS), key=lambda one: (len(sentences[one]), rng.random()))
@@ -103,7 +103,7 @@ def _prompt(lengths: Sequence[int], shape: Shape, rng: random.Random) -> tuple[l
             questions.append(("two hops", who, region))
     for one in sentences:
         rng.shuffle(one)
-    # Each document but the last ends with a speaker, and each but the first says where the one before's speaker is.
+    # Each document but the last ends with a speaker, and each but the first has the place of the speaker before.
     speakers = list(zip(people[known:], places[known:], strict=True))
     for number, (who, where) in enumerate(speakers):
         sentences[number].append([who, _SPEAKS])
@@ -156,7 +156,7 @@ def answers(prompts: Prompts) -> torch.Tensor:
 
 
 def answer_logits(model: LlamaForCausalLM, prompts: Prompts, expanded: Expanded, tokens: torch.Tensor) -> torch.Tensor:
-    """What a model answers [rows, questions, vocabulary]. ``tokens``: of the prompts, and what else is computed."""
+    """The answers of a model [rows, questions, vocabulary]. ``tokens``: of the prompts, and further ones to compute."""
     found = logits(model, tokens, expanded, prompts.num_asked)
     return found[:, _QUESTION - 2 :: _QUESTION]
 
@@ -191,7 +191,7 @@ def go_on(model: LlamaForCausalLM, steps: int, seed: int, *, mixed: bool, peak: 
 
 
 class _Training:
-    """``right``: running shares of right answers, by kind; those of the first questions count less and less."""
+    """``right``: running shares of right answers, by kind, in which the first questions count less and less."""
 
     def __init__(self, model: LlamaForCausalLM, rng: random.Random) -> None:
         self._model, self._rng = model, rng

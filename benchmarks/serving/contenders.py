@@ -42,11 +42,11 @@ class Contender(Protocol):
         ...
 
     def round(self, works: list[Work], rate: float | None, seed: int) -> Round:
-        """Generate what ``works`` asks for: all at once, or as a Poisson process of ``rate`` per second."""
+        """Generate the outputs that ``works`` asks for: all at once, or as a Poisson process of ``rate`` per second."""
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """End the processes that were started."""
         ...
 
 
@@ -101,7 +101,7 @@ class Pagewise(Server):
 class Child:
     """A process that generates without HTTP.
 
-    It speaks JSON lines: after a line that says that it is ready, it gets a list of requests in each line, and answers
+    It speaks JSON lines: after a line by which it is ready, it gets a list of requests in each line, and answers
     with ``seconds`` and ``cpu_seconds``.
     """
 

@@ -9,7 +9,7 @@ Contenders: ``pagewise`` (``pagewise serve`` in its own processes, driven over H
 ``generate`` and ``generate_batch`` (transformers' static batch, padded to the longest, and its continuous batching),
 ``openvino-genai`` with or without its prefix cache, and any OpenAI-compatible server by its URL. Engines other than
 servers run without HTTP, each in a process of its own. They take turns, every round has new prompts, also beside a busy
-process, and every number is a median over the rounds. Useful tokens are those that were asked for; CPU seconds are user
+process, and every number is a median over the rounds. Useful tokens are the requested ones; CPU seconds are user
 plus system time of all processes that serve, without loading. ``--beside busy``: a process that never rests keeps the
 last CPU busy meanwhile.
 """
@@ -34,7 +34,7 @@ Row = dict[str, float | None]
 
 
 def compare(args: argparse.Namespace, model_path: str) -> list[dict[str, object]]:
-    """Run every workload, alone and beside what ``--beside`` names, on all contenders in turns."""
+    """Run every workload, beside nothing and beside a busy process, as ``--beside`` asks, on all contenders in turns."""
     contenders: dict[str, Contender] = {}
     rounds: dict[tuple[str, str, str], list[tuple[int, Round]]] = defaultdict(list)
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What is asked for: requests of given lengths with random tokens, and a model to ask."""
+"""Requests of given lengths with random tokens, and a model to ask."""
 
 import random
 import shutil

@@ -1,4 +1,4 @@
-"""What speculation by prompt lookup brings: tokens per step, and tokens per second at few concurrent requests.
+"""The gain by speculation with prompt lookup: tokens per step, and tokens per second at few concurrent requests.
 
 Two services with real processes, one that drafts and one that does not, get the same requests in turns. The executors
 compute the model, but draw the tokens of given texts (``executor.py``): code that is rewritten or edited, code and
@@ -38,7 +38,7 @@ OWN = "own"
 
 
 class Counted(NamedTuple):
-    """What a service has counted so far, and the CPU seconds that its processes have used."""
+    """The counts of a service so far, and the CPU seconds that its processes have used."""
 
     tokens: float
     steps: float
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace, model: str) -> Iterator[dict[str, Any]]:
             texts.append(text)
     taken: dict[tuple[str, int, str], list[tuple[float, Counted]]] = defaultdict(list)
     with services(args, model, texts) as both:
-        for service in both.values():  # what it compiles or allocates at first
+        for service in both.values():  # the first one compiles and allocates
             asyncio.run(ask(service, bodies[cases[0]], 1))
         for case in tqdm(cases, desc=f"measuring {model}", unit=" cases", disable=None):
             kind, concurrent, number = case
@@ -164,7 +164,7 @@ def row_of(model: str, kind: str, concurrent: int, taken: dict[str, list[tuple[f
         "model": model,
         "text": kind,
         "concurrent": concurrent,
-        # Of one sequence in one step: each gives one token, and those of its draft that were right.
+        # Of one sequence in one step: each gives one token, and the tokens of its draft that were right.
         "tokens_per_step": round(tokens / (tokens - accepted), 2),
         "accepted_share": round(accepted / max(1.0, sum(one.drafted for one in drafted)), 2),
         "drafted_share_of_steps": round(sum(one.drafts for one in drafted) / (tokens - accepted), 2),

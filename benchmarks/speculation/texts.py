@@ -1,4 +1,4 @@
-"""What the requests of the benchmark ask for: a prompt, and the output that they get. Sources are those of the standard
+"""The requests of the benchmark: a prompt, and the output that they get. Sources are those of the standard
 library of the Python that runs this, and Pagewise's own documents."""
 
 import random
@@ -49,7 +49,7 @@ class Texts:
             before = self._piece(self._code, rng, PROMPT)
             after = renamed(before) if kind == "rewriting" else edited(before, rng)
             return Text(self._encode(before + "\n\n"), self._encode(after)[: self._output])
-        # What comes next in a file, after as much of it as a request might show.
+        # The text of a file, after as much of it as a request might show.
         ids = self._encode(self._piece(self._code if kind == "completion" else self._prose, rng, PROMPT + self._output))
         return Text(ids[: len(ids) - self._output], ids[len(ids) - self._output :])
 
@@ -67,7 +67,7 @@ class Texts:
 
 KINDS = ("rewriting", "editing", "completion", "prose", "random")
 """rewriting: code, one of whose names is another one; editing: code, one of ten lines of which is another one or gone;
-completion: what comes next in a module; prose: what comes next in a document; random: tokens."""
+completion: the next lines of a module; prose: the next lines of a document; random: tokens."""
 
 
 def renamed(code: str) -> str:

@@ -1,11 +1,13 @@
-"""How long ``make serve`` takes to its first token, the CPU time of each process until then, and what they weigh idle.
+"""How long ``make serve`` takes to its first token, the CPU time of each process until then, and their memory when
+idle.
 
     python -m benchmarks.start.run [--rounds 3] [--beside CHECKOUT] [--json FILE]
 
 Runs ``make serve`` (everything installed already) on the demo model, sends the request that its curl line shows as soon
-as the server says it serves, and stops the clock at the first token. It reads the CPU time of the scheduler, the
-gateway, the executor, and ``pagewise serve`` itself when the server is ready, and their resident memory a second later.
-``--beside``: another checkout, such as one of the commit before, whose starts take turns with those of this one.
+as the server reports that it serves, and stops the clock at the first token. It reads the CPU time of the scheduler,
+the gateway, the executor, and ``pagewise serve`` itself when the server is ready, and their resident memory a second
+later. ``--beside``: another checkout, such as one of the commit before, whose starts take turns with the starts of this
+one.
 """
 
 import argparse
@@ -62,7 +64,7 @@ def one_start(checkout: Path) -> dict[str, float]:
 
 
 def of_processes(pid: int, unit: str, measure: Callable[[psutil.Process], float]) -> dict[str, float]:
-    """What ``measure`` says of each process below ``pid``, as ``scheduler_unit`` and so on."""
+    """The results of ``measure`` for each process below ``pid``, as ``scheduler_unit`` and so on."""
     found = {f"{name}_{unit}": 0.0 for name in SIGNS}
     for process in (one := psutil.Process(pid), *one.children(recursive=True)):
         words = process.cmdline()

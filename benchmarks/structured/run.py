@@ -1,4 +1,4 @@
-"""What structured output costs: throughput with 0, 20 and 100% of requests that have grammars, and the cost of masks.
+"""The cost of structured output: throughput with 0, 20 and 100% of requests that have grammars, and the cost of masks.
 
     python -m benchmarks.structured.run
     python -m benchmarks.structured.run --rows 64 --json FILE
@@ -8,9 +8,9 @@ requests join, their prompts are computed, and they decode, without a scheduler.
 are longer than what is decoded. Masks: what one step spends on them beside the model, for the bundled model's
 vocabulary, and for one of 113,000 random tokens. All numbers are medians of the rounds.
 
-Neighbours: what steps take for seven requests without grammars while an eighth one has an ambiguous grammar, which is
+Neighbours: the time of steps for seven requests without grammars while an eighth one has an ambiguous grammar, which is
 made to take long. It runs until its grammar may not be followed any further, for twice as many steps, or for ten
-seconds; with the limits of executors, and with those of the library.
+seconds; with the limits of executors, and with the limits of the library.
 """
 
 import argparse
@@ -56,7 +56,7 @@ HOSTILE = {
     "any binary tree": 'start: s "~~"\ns: s s | /[a-z ]/',
     "any tree": 'start: s "~~"\ns: s s s | s s | "a" | "b"',
 }  # fmt: skip
-"""What the output of the eighth request has to match."""
+"""The grammar of the output of the eighth request."""
 PROMPT = 64
 LARGE = 113_000
 
@@ -165,7 +165,7 @@ def large_tokenizer(folder: Path, size: int) -> int:
 
 
 def mask_costs(path: Path, vocab_size: int, rows: int, rounds: int) -> dict[str, Any]:
-    """What masks cost, in milliseconds: the tokenizer, a grammar, and for each token of so many rows."""
+    """The cost of masks, in milliseconds: the tokenizer, a grammar, and for each token of so many rows."""
     began = time.perf_counter()
     tokenizer = load_tokenizer(path, vocab_size)
     loaded = time.perf_counter() - began

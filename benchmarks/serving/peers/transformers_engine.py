@@ -33,7 +33,7 @@ def main() -> None:
             # ``max_new_tokens`` is each request's own; the manager's caches are made once, as a server would.
             options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": 1}
             config = transformers.GenerationConfig(**options)  # type: ignore[no-untyped-call]
-            # By itself it would take most of the memory for its cache, also on a machine that runs other things.
+            # By itself it would take most of the memory for its cache, also on a machine with other work.
             share = min(0.8, _CACHE_BYTES / psutil.virtual_memory().available) if device == "cpu" else None
             cache = transformers.ContinuousBatchingConfig(max_memory_percent=share)
             manager = stack.enter_context(
