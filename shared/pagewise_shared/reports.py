@@ -62,7 +62,7 @@ class NoWindow(Struct):
     """``tokens`` of the prompt from ``position`` on were cached, the last of them by ``cached_by``, and not used: no
     sequence can begin behind them, because no tier has the windows or states of the groups in ``lacking`` there.
 
-    ``due``: the number of tokens behind which this request takes snapshots among them, 0: nowhere.
+    ``due``: the number of tokens behind which this request takes a snapshot of what was cached, 0: nowhere.
     """
 
     position: int

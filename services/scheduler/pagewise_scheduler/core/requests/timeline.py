@@ -182,7 +182,7 @@ class NoSnapshot(NamedTuple):
 class NoWindow(NamedTuple):
     """Cached ``tokens`` from ``position`` on behind which no sequence can begin: no tier has the windows or states of
     the groups in ``lacking`` there. ``cached_by``: the request that computed the last of them. ``due``: the number of
-    tokens behind which this request is to take snapshots among them; 0: nowhere."""
+    tokens behind which this request is to take a snapshot of what was cached; 0: nowhere."""
 
     position: int
     tokens: int

@@ -64,7 +64,7 @@ def _no_window(
     size, history = kv.block_size, kv.eviction_history.lost
     groups = [one for one in kv.windows if all(nearest_pool(one, node) is None for node in unusable)]
     keys = [*map(key_of, unusable), *lost]
-    kept = next((depth for depth in reversed(due) if usable < depth <= usable + len(unusable)), 0)
+    kept = next((depth for depth in reversed(due) if usable < depth <= usable + len(keys)), 0)
     lacking: list[NoSnapshot] = []
     for group in groups or kv.windows:  # else each has snapshots there, but behind different blocks
         kind, run = kv.group_kinds[group.number], None
