@@ -35,6 +35,9 @@ async def test_an_executor_says_its_groups(tmp_path: Path) -> None:
         assert (
             stack.metric("executor_kv_blocks", executor="raw", state="in_use") == 6 * 2 + 6 * 3
         )  # with the block of the next step
+        assert stack.metric("kv_pages", tier="device", kind="full", state="in_use") == 6 * 2
+        assert stack.metric("kv_pages", tier="device", kind="window", state="in_use") == 6 * 3
+        assert stack.metric("kv_pages", tier="host", kind="window", state="cached") == 0
         # Another executor has blocks enough of the first group to take over, but not the pages for windows.
         small, _ = await joined(tmp_path, executor_id="small", **(offer | {"num_pages": 32, "num_blocks": 16}))
         await stack.ready(2)
