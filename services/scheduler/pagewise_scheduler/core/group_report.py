@@ -25,6 +25,11 @@ def group_pages(kv: KVCacheManager, tier: Pool) -> Iterator[tuple[GroupKind, int
         yield kv.group_kinds[one.number], one.window, pages, pages * in_use, pages * one.num_cached
 
 
+def num_pages(tier: Pool) -> int:
+    """Return the pages of a tier, or its blocks if the model has one group."""
+    return tier.arena.num_pages if isinstance(tier, SharedBlockPool | SharedHostTier) else tier.num_blocks
+
+
 def group_reports(kv: KVCacheManager, tier: Pool) -> list[GroupReport]:
     """Return the groups of a tier, none if the model has one group."""
     if not isinstance(tier, SharedBlockPool | SharedHostTier):
