@@ -19,6 +19,8 @@ _RUNS = 16
 _SALTS_TRIED = 256
 _COMPARED_BLOCKS = 16
 _BLOCKS_BEYOND = 4096
+_MOST_UNUSABLE = 1024
+"""Cached blocks, the last ones, of which is asked whether a snapshot behind them was lost."""
 
 
 def find_missed(
@@ -61,19 +63,19 @@ def _no_window(
 
     ``due``: where the sequence is to take snapshots. ``lost``: the keys of the lost blocks of the prompt behind them.
     """
-    size, history = kv.block_size, kv.eviction_history.lost
-    groups = [one for one in kv.windows if all(nearest_pool(one, node) is None for node in unusable)]
-    keys = [*map(key_of, unusable), *lost]
-    kept = next((depth for depth in reversed(due) if usable < depth <= usable + len(keys)), 0)
+    size, history, seen = kv.block_size, kv.eviction_history.lost, unusable[-_MOST_UNUSABLE:]
+    groups = [one for one in kv.windows if all(nearest_pool(one, node) is None for node in seen)]
+    keys, before = [*map(key_of, seen), *lost], usable + len(unusable) - len(seen)
+    kept = next((depth for depth in reversed(due) if before < depth <= before + len(keys)), 0)
     lacking: list[NoSnapshot] = []
     for group in groups or kv.windows:  # else each has snapshots there, but behind different blocks
         kind, run = kv.group_kinds[group.number], None
         for place in range(len(keys), 0, -1):
             if (run := history.find(snapshot_key(keys[place - 1], group.number))) is not None:
                 break
-        lacking.append(NoSnapshot(kind, (usable + place) * size, run) if run is not None else NoSnapshot(kind))
-        if run is not None and kept and kept != usable + place:
-            history.add(snapshot_key(keys[kept - usable - 1], group.number), run)  # it is taken again there
+        lacking.append(NoSnapshot(kind, (before + place) * size, run) if run is not None else NoSnapshot(kind))
+        if run is not None and kept and kept != before + place:
+            history.add(snapshot_key(keys[kept - before - 1], group.number), run)  # it is taken again there
     return NoWindow(usable * size, len(unusable) * size, unusable[-1].cached_by, tuple(lacking), kept * size)
 
 
