@@ -72,6 +72,7 @@ async def test_tokens_and_hits_after_kills_and_drains(
         scheduler_options=SCHEDULER_OPTIONS,
         executor_options=(
             f"--num-blocks={num_blocks}", "--block-size=8", "--host-memory=2MiB", storage, "--dtype=float32",
+            "--threads=1",
         ),
     )  # fmt: skip
     with running(cluster, 2):

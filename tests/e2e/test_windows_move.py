@@ -1,4 +1,4 @@
-"""Conversations with models of windowed or recurrent layers go on elsewhere: as executors leave, and between roles."""
+"""Conversations with models of windowed or recurrent layers go on elsewhere: as one leaves, and between roles."""
 
 import asyncio
 import random
