@@ -5,6 +5,8 @@ Times are seconds. ``at`` is a time in the life of a request, counted from its a
 
 from msgspec import Struct
 
+from pagewise_shared.protocol import GroupKind
+
 
 class RequestName(Struct, frozen=True):
     """The id of a request, and the name of its API key."""
@@ -44,13 +46,30 @@ class LostPrefix(Struct):
     price: float | None
 
 
+class NoSnapshot(Struct):
+    """A group of layers whose windows or states are in no tier behind cached tokens. ``kind``: of its blocks.
+
+    ``lost``: the last snapshot of it that is known to have been there, behind the first ``position`` tokens of the
+    prompt; its ``tokens`` are 0. ``retaken``: when one was taken there again, since 1970; None: not yet.
+    """
+
+    kind: GroupKind
+    lost: LostPrefix | None = None
+    retaken: float | None = None
+
+
 class NoWindow(Struct):
     """``tokens`` of the prompt from ``position`` on were cached, the last of them by ``cached_by``, and not used: no
-    sequence can begin behind them, because the KV of layers that see a window is cached nowhere there."""
+    sequence can begin behind them, because no tier has the windows or states of the groups in ``lacking`` there.
+
+    ``due``: the number of tokens behind which this request takes a snapshot of what was cached, 0: nowhere.
+    """
 
     position: int
     tokens: int
     cached_by: RequestName | None
+    lacking: list[NoSnapshot] = []
+    due: int = 0
 
 
 class LeftPrefix(Struct):
@@ -172,8 +191,24 @@ class BlockReport(Struct, omit_defaults=True):
     hash: str = ""
 
 
+class TableReport(Struct, omit_defaults=True):
+    """The blocks of a sequence in a group of layers. ``kind``: of the blocks; ``window``: see ``GroupReport``.
+
+    ``first``: the first token of which it has K and V. ``tokens``: of states, the numbers of tokens behind which it
+    keeps them, beside those that it writes.
+    """
+
+    kind: GroupKind
+    window: int
+    num_blocks: int
+    pages: int
+    first: int = 0
+    tokens: list[int] = []
+
+
 class SequenceReport(Struct, omit_defaults=True):
-    """One output of a request. ``shared``: blocks of its table that other sequences hold too."""
+    """One output of a request. ``shared``: blocks of its table that other sequences hold too. ``groups``: its tables in
+    all groups of layers; empty if there is one group."""
 
     index: int
     status: str
@@ -186,6 +221,7 @@ class SequenceReport(Struct, omit_defaults=True):
     finish_reason: str | None = None
     blocks: list[BlockReport] = []
     truncated: bool = False
+    groups: list[TableReport] = []
 
 
 class RequestLine(Struct, omit_defaults=True):
@@ -259,17 +295,18 @@ class RequestReport(RequestLine, kw_only=True, omit_defaults=True):
     resumed: float | None = None
 
 
-class WindowReport(Struct):
-    """Blocks of a group of windowed layers, each of ``pages_per_block`` pages.
+class GroupReport(Struct):
+    """Pages of a tier that blocks of a group of layers take, ``pages_per_block`` each. ``kind``: of the blocks.
 
-    ``window``: tokens that a query sees; if ``chunked``, tokens of a chunk. ``cached``: held by ``snapshots`` only.
+    ``window``: tokens that a query sees, or of a chunk; 0: all tokens. ``in_use``: pages that sequences and copies
+    use; ``cached``: those that no one uses. ``snapshots``: of windows or states, which hold the cached pages.
     """
 
+    kind: GroupKind
     window: int
-    chunked: bool
     pages_per_block: int
-    cached: int
     in_use: int
+    cached: int
     snapshots: int
 
 
@@ -277,7 +314,7 @@ class DeviceReport(Struct):
     """Blocks of the device by state. ``retiring``: references that end when a step in flight returns.
 
     ``lent``: references of other executors, which read the blocks; the blocks are in use meanwhile. If the model has
-    several groups of layers, all but ``lent`` counts pages, and ``windows`` has the groups of windowed layers.
+    several groups of layers, all but ``lent`` counts pages, and ``groups`` has the groups.
     """
 
     num_blocks: int
@@ -286,7 +323,7 @@ class DeviceReport(Struct):
     in_use: int
     retiring: int
     lent: int
-    windows: list[WindowReport] = []
+    groups: list[GroupReport] = []
 
 
 class BlockCounts(Struct):
@@ -306,15 +343,15 @@ class BlockCounts(Struct):
 class TierReport(Struct):
     """Blocks of a tier below the device. ``storing``, ``loading``: blocks that are copied to and from it now.
 
-    If the model has several groups of layers, ``num_blocks`` and ``used`` count pages of host memory, and ``windows``
-    has its groups of windowed layers.
+    If the model has several groups of layers, ``num_blocks`` and ``used`` count pages of host memory, and ``groups``
+    has the groups.
     """
 
     num_blocks: int
     used: int
     storing: int
     loading: int
-    windows: list[WindowReport] = []
+    groups: list[GroupReport] = []
 
 
 class LinkReport(Struct):
@@ -348,6 +385,21 @@ class CostReport(Struct):
     peers: dict[str, LinkReport]
 
 
+class SnapshotReport(Struct, omit_defaults=True):
+    """A snapshot behind the block at ``depth``. ``kind``: of its blocks; ``window``: see ``GroupReport``.
+
+    ``places``: the blocks behind which sequences can begin with it, that one and some before it. ``used``: some
+    sequence has begun with it.
+    """
+
+    kind: GroupKind
+    window: int
+    tier: str
+    depth: int
+    places: int
+    used: bool = False
+
+
 class PrefixRun(Struct, omit_defaults=True):
     """A run of the prefix tree: blocks that follow one another without a fork, the first at ``depth``.
 
@@ -358,6 +410,7 @@ class PrefixRun(Struct, omit_defaults=True):
         price: the worth of its last block to the eviction policy; absent: it cannot be evicted now.
         next_evicted: its place among the next evictions, from 1 on.
         token_ids: its first tokens, if the reader may see them.
+        snapshots: of windows and states behind its blocks.
     """
 
     id: int
@@ -371,6 +424,7 @@ class PrefixRun(Struct, omit_defaults=True):
     price: float | None = None
     next_evicted: int | None = None
     token_ids: list[int] | None = None
+    snapshots: list[SnapshotReport] = []
 
 
 class ExecutorReport(Struct, kw_only=True):
@@ -406,6 +460,7 @@ class MemoryReport(ExecutorReport, kw_only=True):
 
 class ExecutorState(ExecutorReport, kw_only=True):
     """An executor as consoles show it. ``rates``: blocks per second, by event. ``hit_rate``: see ``SchedulerState``.
+    ``counts``: of its device, in pages if the model has several groups of layers.
 
     ``tokens_per_second``: None until it has been measured.
     """
@@ -543,6 +598,7 @@ class MapFrame(Struct):
 
     Fields:
         first, count: the blocks that it shows, of ``num_blocks``; ``blocks_per_cell`` in each cell, fewer in the last.
+            A map of the colour "group" shows pages, which lie in the order of the legend: pages have no numbers here.
         colour: the property by which blocks are told apart. legend: index and label of each of its values.
         cells: base64 of two bytes for each cell: the index that most of its blocks have, and their share of it (255 is
             all). Lent and copied blocks are few and soon something else, so a cell with one of them has their index.

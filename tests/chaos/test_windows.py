@@ -1,4 +1,4 @@
-"""Conversations with a model of windowed layers go on as its processes are killed: by real processes and HTTP."""
+"""Conversations with models of windowed or recurrent layers go on as processes are killed and drained: by HTTP."""
 
 import asyncio
 import signal
@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 import torch
 
-from benchmarks.processes import Cluster, Process, running
+from benchmarks.processes import Cluster, Process, free_port, running
+from tests.redis_servers import REAL, start_fake, start_real
 from tests.structured import build_structured_model
 
 TURNS, CONVERSATIONS, TOKENS = 4, 5, 24
@@ -45,18 +47,32 @@ def kill(process: Process) -> None:
     process.wait()
 
 
-async def test_windows_are_found_after_kills_on_the_host_the_disk_and_other_executors(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    model: Any = build_structured_model(folder, family="gemma3")
+@pytest.mark.parametrize(
+    ("family", "num_blocks", "store"),
+    [
+        ("gemma3", 36, False),
+        ("granitemoehybrid", 90, True),
+        pytest.param("qwen3_5", 90, False, marks=pytest.mark.long),
+        pytest.param("lfm2", 60, True, marks=pytest.mark.long),
+    ],
+)
+async def test_tokens_and_hits_after_kills_and_drains(
+    family: str, num_blocks: int, store: bool, tmp_path: Path
+) -> None:
+    """Blocks and snapshots are found on the host, in storage, and on other executors."""
+    folder, port = tmp_path / "model", free_port()
+    model: Any = build_structured_model(folder, family=family)
     model.generation_config.eos_token_id = None
     turns = [conversation(model, number) for number in range(CONVERSATIONS)]
+    stop = (start_real if REAL is not None else start_fake)(tmp_path, port) if store else None
+    storage = f"--store=redis://127.0.0.1:{port}/0" if store else f"--disk-cache={tmp_path / 'disk'}"
     cluster = Cluster(
         tmp_path / "cluster",
         model=str(folder),
         scheduler_options=SCHEDULER_OPTIONS,
         executor_options=(
-            "--num-blocks=36", "--block-size=8", "--host-memory=2MiB", f"--disk-cache={tmp_path / 'disk'}",
-            "--dtype=float32",
+            f"--num-blocks={num_blocks}", "--block-size=8", "--host-memory=2MiB", storage, "--dtype=float32",
+            "--threads=1",
         ),
     )  # fmt: skip
     with running(cluster, 2):
@@ -71,6 +87,8 @@ async def test_windows_are_found_after_kills_on_the_host_the_disk_and_other_exec
                 elif turn == 2:
                     kill(cluster.scheduler)
                     await asyncio.to_thread(cluster.start_scheduler)
+                elif turn == 3:
+                    cluster.executors[1].signal(signal.SIGTERM)
                 found = await asyncio.gather(*answers)
                 for (tokens, _), one in zip(found, turns, strict=True):
                     assert tokens == one[turn + 1][len(one[turn]) : len(one[turn]) + TOKENS]
@@ -81,3 +99,8 @@ async def test_windows_are_found_after_kills_on_the_host_the_disk_and_other_exec
                     assert " pages for 2 groups" in cluster.scheduler.output()
             print(f"cached tokens of each turn: {cached}")
             assert all(count > 60 for count in cached[1:])
+            assert await asyncio.to_thread(cluster.executors[1].wait, 60) == 0
+            assert cluster.metric("executors_drained_total") == 1
+            assert cluster.metric("kv_block_events_total", event="corrupt") == 0
+    if stop is not None:
+        stop()

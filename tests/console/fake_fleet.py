@@ -4,6 +4,7 @@ with data of another shape."""
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import accumulate
 
 from pagewise_scheduler.core.console.block_map import COPYING, LENT, STATES, cell_size, packed
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE
@@ -16,11 +17,13 @@ from pagewise_shared.reports import (
     DeviceReport,
     ExecutorPrefixes,
     ExecutorState,
+    GroupReport,
     LinkReport,
     MapFrame,
     NextEviction,
     PrefixRun,
     RequestLine,
+    SnapshotReport,
     TierReport,
 )
 
@@ -36,13 +39,17 @@ _EVENTS = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copi
 
 
 class FakeExecutor:
-    """A pool of blocks in which something happens at every ``step``. ``requests``: ids of those that run here."""
+    """A pool of blocks in which something happens at every ``step``. ``requests``: ids of those that run here.
+
+    ``groups``: of layers, if there are several.
+    """
 
     def __init__(self, name: str, num_blocks: int, host_blocks: int) -> None:
         self.name, self.num_blocks, self.host_blocks = name, num_blocks, host_blocks
         self.states = bytearray(num_blocks)
         self.host_used = 0
         self.requests: list[str] = []
+        self.groups: list[GroupReport] = []
         self.demoting = False
         self.rates = dict.fromkeys(_EVENTS, 0.0)
         self.counters = dict.fromkeys(_EVENTS, 0)
@@ -87,7 +94,7 @@ class FakeExecutor:
             block_size=BLOCK_SIZE,
             bytes_per_block=BYTES_PER_BLOCK,
             block_endpoint="",
-            device=DeviceReport(self.num_blocks, 0, 0, self.num_blocks, 0, 0),
+            device=DeviceReport(self.num_blocks, 0, 0, self.num_blocks, 0, 0, self.groups),
             counts=self._counts("device"),
             steps_in_flight=0,
             counters=self.counters,
@@ -146,6 +153,14 @@ class FakeExecutor:
                 return str(0 if block < TRUNK else 7 * (block % 3))
             if view.colour == "age" and state == "cached":
                 return str(0 if block % 5 == 4 else 2 << 2 * (4 - block % 5))
+            if view.colour == "group":
+                parts = [
+                    (f"{one.kind}{f' {one.window}' * (one.kind == 'window')} {word}", pages)
+                    for one in self.groups
+                    for word, pages in (("in use", one.in_use), ("cached", one.cached))
+                ]
+                ends = accumulate(pages for _, pages in parts)
+                return next((name for (name, _), end in zip(parts, ends, strict=True) if block < end), "free")
             if view.colour == "tier" and state != "free":
                 return "device,host" if block % 2 else view.tier
             return state
@@ -156,6 +171,12 @@ class FakeExecutor:
         """A trunk that half of the requests hold, and its branches, of which two go next."""
         held = len(self.requests) // 2
         trunk = PrefixRun(0, -1, 1, TRUNK, {"device": TRUNK}, held, max(0, TRUNK * (held - 1)), 8)
+        if self.groups:
+            trunk.snapshots = [
+                SnapshotReport("state", 2, "device", 7, 1),
+                SnapshotReport("state", 2, "device", TRUNK, 1, used=True),
+                SnapshotReport("state", 2, "host", TRUNK, 1),
+            ]
         ends = [
             PrefixRun(
                 id=number,

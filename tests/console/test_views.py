@@ -5,7 +5,7 @@ import time
 
 import pytest
 from pagewise_scheduler.core.requests.timeline import LENDER_GONE
-from pagewise_shared.reports import GatewayState
+from pagewise_shared.reports import GatewayState, GroupReport
 from playwright.async_api import Browser, Locator, expect
 
 from tests.console.chromium import Console, console
@@ -13,6 +13,12 @@ from tests.console.fake_fleet import TRUNK, WHY
 from tests.console.fake_gateway import FakeGateway
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
+
+GROUPS = [
+    GroupReport("full", 0, 2, 60, 100, 0),
+    GroupReport("window", 1024, 5, 30, 40, 3),
+    GroupReport("state", 2, 7, 14, 70, 10),
+]
 
 FIRST, SECOND = f"{0:032x}", f"{1:032x}"
 """Ids of requests that run."""
@@ -129,6 +135,46 @@ async def _middle(page: Console) -> tuple[float, float]:
     box = await page.page.locator("canvas").bounding_box()
     assert box is not None
     return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+async def test_pages_and_snapshots_of_groups_of_layers(browser: Browser, gateway: FakeGateway, url: str) -> None:
+    gateway.load(4)
+    gateway.still = True
+    async with console(browser, url) as page:
+        await page.show("memory")
+        layers = page.page.get_by_role("region", name="Pages by layers", exact=True)
+        await expect(page.page.locator("canvas")).to_have_count(2)
+        await expect(layers).to_have_count(0)
+        gateway.executors["executor-0"].groups = GROUPS
+        row = layers.get_by_role("row", name="executor-0")
+        await expect(row).to_contain_text("full: 60, 100; window 1,024: 30, 40; state: 14, 70")
+        await expect(row).to_contain_text("window 1,024: 3; state: 10")
+        await expect(row.get_by_role("img")).to_have_attribute(
+            "aria-label", re.compile("full in use 13%, full cached 21%")
+        )
+        await expect(layers).to_contain_text("Snapshots in the last minute")
+        await page.page.get_by_role("combobox", name="Executor").select_option("executor-0")
+        await choose(page, "Layers")
+        legend = page.page.get_by_role("region", name="Legend")
+        await expect(legend.get_by_role("heading")).to_have_text("Pages by layers")
+        for label in ("full in use", "window 1024 cached", "state cached", "free"):
+            await expect(legend.get_by_text(label, exact=True)).to_be_visible()
+        await page.page.locator("canvas").hover(position={"x": 5, "y": 5})
+        details = page.page.get_by_role("region", name="The block that is pointed at")
+        await expect(details.get_by_role("heading").first).to_have_text("executor-0, device: page 0")
+        await expect(details).to_contain_text("Pages are shown in the order of the legend")
+        await page.check_accessible()
+        await page.show("prefixes")
+        tree = page.page.get_by_role("article", name="Prefix tree of executor-0")
+        await expect(tree.locator("rect.snapshot")).to_have_count(2)
+        await expect(tree.locator("rect.snapshot title").last).to_have_text(
+            "snapshots behind block 16: state, device, used; 16: state, host"
+        )
+        await expect(tree).to_contain_text("snapshots: prompts can begin there")
+        await tree.get_by_text("The tree as a table").click()
+        await expect(tree.get_by_role("columnheader", name="Snapshots behind block")).to_be_visible()
+        await expect(tree.get_by_role("cell", name="7: state, device; 16: state, device, used")).to_be_visible()
+        await page.check_accessible()
 
 
 # ---- prefixes --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Conversations with a model of windowed layers go on at another executor: as one leaves, and between roles."""
+"""Conversations with models of windowed or recurrent layers go on elsewhere: as one leaves, and between roles."""
 
 import asyncio
 import random
@@ -21,7 +21,13 @@ from tests.scheduler.server.stack import Stack, executors_of, running, until
 
 TOKENS = 80
 
-families = pytest.mark.parametrize("family", ["gemma3", pytest.param("llama4", marks=pytest.mark.long)])
+families = pytest.mark.parametrize(
+    "family",
+    [
+        *("gemma3", "granitemoehybrid"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("llama4", "qwen3_next", "lfm2")),
+    ],
+)
 
 
 class Conversations:
@@ -43,11 +49,13 @@ async def two_executors(path: Path, *roles: Role) -> AsyncIterator[tuple[Stack, 
     """A scheduler, and executors with these roles, of which the first one is returned, that lend blocks."""
 
     def make_runner() -> ModelRunner:
-        runner = build_runner(path / "model", exchange=peers_at())
+        runner = build_runner(path / "model", exchange=peers_at(), threads=1)
         assert runner.info.groups
         return runner
 
-    async with running(path, max_waiting_tokens=10_000, recovery="swap") as stack:
+    # An executor that other work on the machine delays is not to be lost.
+    patience = {"executor_timeout": 60.0, "step_timeout": 60.0}
+    async with running(path, max_waiting_tokens=10_000, recovery="swap", **patience) as stack:
         services = [
             ExecutorService(Worker(make_runner), executors_of(path), f"e{number}", role=role)
             for number, role in enumerate(roles)
@@ -67,7 +75,7 @@ async def test_answers_go_on_as_an_executor_leaves(family: str, tmp_path: Path) 
         asked = said.ask(stack)
         await until(lambda: all(handle.scheduler.num_running for handle in stack.executors))
         leaving.leave("the test says so")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             assert await asyncio.gather(*asked) == said.answers
         assert stack.metrics.request_moves("left")._value.get() > 0
 
@@ -76,6 +84,6 @@ async def test_answers_go_on_as_an_executor_leaves(family: str, tmp_path: Path) 
 async def test_what_one_executor_computes_of_prompts_another_one_continues(family: str, tmp_path: Path) -> None:
     said = Conversations(family, tmp_path / "model")
     async with two_executors(tmp_path, "prefill", "decode") as (stack, _):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             assert await asyncio.gather(*said.ask(stack)) == said.answers
         assert sum(handle.scheduler.kv.pool.counters.fetched for handle in stack.executors) > 3

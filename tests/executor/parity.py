@@ -1,7 +1,7 @@
 """Checks that a runner generates what transformers does, for tests of several engines."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -95,27 +95,39 @@ def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base
     for asked, tokens in zip(requests, expected, strict=True):
         assert all(sequence.output_token_ids.tolist() == tokens for sequence in asked.sequences)
     queries, hits = scheduler.prefix_hits
-    # States are kept at the ends of prompts, and where a prompt has left another one.
-    states = any(group.state for group in runner.info.groups)
-    assert hits > (0.2 if states else 0.5) * queries
-    if runner.info.groups and not states:
-        # Sequences begin at snapshots alone. Each prompt leaves an earlier one in the last 64 tokens of that prompt,
-        # where its snapshot lets sequences begin behind every whole block.
-        whole = [shared // runner.info.block_size * runner.info.block_size for shared in _shared_with_earlier(prompts)]
-        assert hits >= sum(whole)
+    size, groups = runner.info.block_size, runner.info.groups
+    if any(group.state for group in groups):
+        # The snapshot of a prompt lies at one place, and not in all of the last 64 tokens as those of windows. So a
+        # prompt that leaves the path before this place computes what it shares, as the second and the third one do
+        # here; where they leave it, they keep the states for later ones.
+        ends = [len(prompt) // size for prompt in prompts]
+        kept = [size * (end - 1 if end > 1 else end) for end in ends]
+        assert hits >= sum(_shared_with_earlier(prompts, kept))
+    else:
+        assert hits > 0.5 * queries
+        if groups:
+            # Each prompt leaves an earlier one in the last 64 tokens of that prompt, where its snapshot lets sequences
+            # begin behind every whole block.
+            assert hits >= sum(shared // size * size for shared in _shared_with_earlier(prompts))
     assert_nothing_is_held(scheduler, blocks)
 
 
-def _shared_with_earlier(prompts: list[list[int]]) -> list[int]:
-    """How many tokens each prompt shares with an earlier one, without its last token, which is computed."""
+def _shared_with_earlier(prompts: list[list[int]], places: Sequence[int] | None = None) -> list[int]:
+    """How many tokens each prompt shares with an earlier one, without its last token, which is computed.
 
-    def shared(one: list[int], other: list[int]) -> int:
-        pairs = enumerate(zip(one, other, strict=False))
-        return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+    ``places``: the only number of tokens of each prompt behind which a sequence can begin; None: any.
+    """
+
+    def shared(prompt: list[int], number: int) -> int:
+        pairs = enumerate(zip(prompt[:-1], prompts[number], strict=False))
+        least = min(len(prompt) - 1, len(prompts[number]))
+        count = next((place for place, (left, right) in pairs if left != right), least)
+        if places is None:
+            return count
+        return places[number] if places[number] <= count else 0
 
     return [
-        min(max((shared(prompt, earlier) for earlier in prompts[:number]), default=0), len(prompt) - 1)
-        for number, prompt in enumerate(prompts)
+        max((shared(prompt, earlier) for earlier in range(number)), default=0) for number, prompt in enumerate(prompts)
     ]
 
 

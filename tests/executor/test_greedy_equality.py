@@ -46,7 +46,13 @@ def test_greedy_tokens_of_further_families_equal_generate(
     check_family(family, tmp_path, "cpu", block_size, kernels=kernels)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "qwen3", "gpt2", "gemma3", "granitemoehybrid"),
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("qwen3_next", "nemotron_h", "lfm2", "kimi_linear")),
+    ],
+)
 def test_greedy_tokens_in_eight_bits_equal_those_of_generate_with_the_same_linear_layers(
     family: str, tmp_path: Path
 ) -> None:

@@ -5,10 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_executor.device_defaults import STEPS_IN_FLIGHT
-from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
+from pagewise_executor.group_choice import groups_of
+from pagewise_executor.kv.layer_groups import Group, KVLayerKind, PageLayout, StateGroup, page_layout, single_group
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT
+from pagewise_shared.protocol import LayerGroup
 
 
 def layout_of(kinds: list[KVLayerKind], max_model_len: int = 131072) -> PageLayout | None:
@@ -111,3 +113,9 @@ def test_a_long_sequence_of_gemma_3_27b_takes_a_sixth() -> None:
     before = whole.pages_for(131_072) * whole.page_bytes
     assert layout.pages_for(131_072) * layout.page_bytes < before / 5.9
     assert layout.pages_for(131_072, 2 * 2048) * layout.page_bytes < before / 5
+
+
+def test_the_scheduler_is_told_of_latents_and_states() -> None:
+    latents = Group(layers=(0, 1), shape=(1, 40, 32), window=0, chunked=False, layers_per_page=2)
+    pages = PageLayout((latents,), page_bytes=4096, waste=0.0, block_size=16, states=StateGroup(6, 9000, 3))
+    assert groups_of(pages) == (LayerGroup(2, 1, latent=True), LayerGroup(6, 3, window=2, state=True))

@@ -10,53 +10,69 @@ from typing import Any
 from pagewise_shared.protocol import POOL_TIERS
 
 from pagewise.client import add_url, get
+from pagewise.memory_map import kind_of, memory_map
 
 _LOWER_TIERS = POOL_TIERS[1:]
 _HEADER_EVERY = 20
 _COUNTED = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copied")
+_SNAPSHOTS = ("taken", "used", "unused", "demoted", "loaded")
 
 
 def vmstat(arguments: Sequence[str]) -> int:
     """Print a line of memory statistics at an interval; returns the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="pagewise vmstat",
-        description="Print sequences, blocks by state, and events of blocks per second, summed over all executors. The "
-        "first line counts events since the executors joined.",
+        description="Print sequences, blocks by state, and events of blocks per second, summed over all executors; for "
+        "models with windows or states also pages by kind of layers, and snapshots since the line before. The first "
+        "line counts events since the executors joined.",
     )
     parser.add_argument("interval", nargs="?", type=_positive, default=1.0, help="seconds between lines (default: 1)")
     parser.add_argument("count", nargs="?", type=int, default=0, help="lines to print (default: until interrupted)")
     add_url(parser)
     options = parser.parse_args(arguments)
     before: dict[str, int] = {}
+    kinds: list[str] = []
     for number in range(options.count) if options.count > 0 else itertools.count():
         if number:
             time.sleep(options.interval)
         executors = get(options.url, "/debug/memory?limit=1")["executors"]
-        if number % _HEADER_EVERY == 0:
-            print(_vmstat_header())
-        now = {name: sum(executor["counters"][name] for executor in executors) for name in _COUNTED}
+        known = [group["kind"] for executor in executors for group in executor["device"].get("groups", [])]
+        if number % _HEADER_EVERY == 0 or set(known) - set(kinds):
+            kinds = list(dict.fromkeys([*kinds, *known]))
+            print(_vmstat_header(kinds))
+        names = [*_COUNTED, *(f"snapshots_{name}" for name in _SNAPSHOTS)]
+        now = {name: sum(executor["counters"].get(name, 0) for executor in executors) for name in names}
         # An executor that joins again starts its counters at 0.
         seconds = options.interval if before else 1.0
-        rates = [max(0, now[name] - before.get(name, 0)) / seconds for name in _COUNTED]
-        print(_vmstat_line(executors, rates), flush=True)
+        more = [max(0, now[name] - before.get(name, 0)) for name in names]
+        line = _vmstat_line(executors, [count / seconds for count in more[: len(_COUNTED)]])
+        print(line + _group_columns(executors, kinds, more[len(_COUNTED) :]), flush=True)
         before = now
     return 0
 
 
 def pmap(arguments: Sequence[str]) -> int:
-    """Print the blocks of one request and their history; returns the process's exit code."""
+    """Print the blocks of one request and their history, or all memory; returns the process's exit code."""
     parser = argparse.ArgumentParser(
         prog="pagewise pmap",
         description="Print which blocks a request holds and shares, which it lost, and how they were recovered. The "
-        "last requests that have ended are known too.",
+        "last requests that have ended are known too. Without a request: the memory of each executor by tier and group "
+        "of layers, and its prefix tree with the snapshots of windows and states.",
     )
     parser.add_argument(
         "request",
+        nargs="?",
         help="id of the request: that of the response (cmpl-... or chatcmpl-...), or the X-Request-Id it was sent with",
     )
-    parser.add_argument("--limit", type=int, default=100, metavar="N", help="blocks to list (default: 100)")
+    parser.add_argument(
+        "--limit", type=int, default=100, metavar="N", help="blocks, or runs of the tree, to list (default: 100)"
+    )
     add_url(parser)
     options = parser.parse_args(arguments)
+    if options.request is None:
+        for number, executor in enumerate(get(options.url, f"/debug/memory?limit={options.limit}")["executors"]):
+            print("\n" * (number > 0) + "\n".join(memory_map(executor)))
+        return 0
     name = urllib.parse.quote(options.request, safe="")
     report = get(options.url, f"/debug/requests/{name}?limit={options.limit}")
     for line in description(report):
@@ -96,16 +112,29 @@ def _waited(seconds: float | None) -> str:
     return "waits in the queue" if seconds is None else f"{1e3 * seconds:.1f} ms in the queue"
 
 
-def _vmstat_header() -> str:
-    tiers = [f"{name} blocks" for name in _LOWER_TIERS]
+def _vmstat_header(kinds: list[str]) -> str:
+    """``kinds``: of groups of layers; none: tiers count blocks, and there are no snapshots."""
+    unit = "pages" if kinds else "blocks"
+    tiers = [f"{name} {unit}" for name in _LOWER_TIERS]
+    groups = f" {'used pages':-^{8 * len(kinds) - 1}} {'snapshots since the last line':-^39}" if kinds else ""
     return (
-        "  -sequences- ---------device blocks--------- "
+        f"  -sequences- {f'device {unit}':-^31} "
         + "".join(f"{name:-^15} " for name in tiers)
-        + "-------------------blocks per second-------------------\n"
+        + f"{'blocks per second':-^55}{groups}\n"
         + "   run   wait    free  cached  in use    lent"
         + "    free    used" * len(tiers)
         + "   evict  demote    drop   store    load   fetch    copy"
+        + ("".join(f"{one:>8}" for one in (*kinds, "take", "use", "unused", "demote", "load")) if kinds else "")
     )
+
+
+def _group_columns(executors: list[dict[str, Any]], kinds: list[str], snapshots: list[int]) -> str:
+    """Return the device's pages by kind, and the numbers of ``snapshots``; nothing where layers form one group."""
+    if not kinds:
+        return ""
+    groups = [group for executor in executors for group in executor["device"].get("groups", [])]
+    pages = [sum(one["in_use"] + one["cached"] for one in groups if one["kind"] == kind) for kind in kinds]
+    return "".join(f"{number:>8}" for number in (*pages, *snapshots))
 
 
 def _vmstat_line(executors: list[dict[str, Any]], rates: list[float]) -> str:
@@ -139,6 +168,7 @@ def _sequence_lines(sequence: dict[str, Any], events: list[dict[str, Any]], age:
         f"{sequence['num_blocks']} blocks, {sequence['shared']} of them shared, "
         f"preempted {sequence['preemptions']} times"
     )
+    yield from map(_table_line, sequence.get("groups", []))
     for event in events:
         text = _recovery(event) if "method" in event else _loss(event)
         yield f"  {age - event['at']:9.3f} s ago  {event['kind']:<10} {text}"
@@ -152,6 +182,13 @@ def _sequence_lines(sequence: dict[str, Any], events: list[dict[str, Any]], age:
         yield f"  {block['index']:>6}  {block['block']:>6}{lower}  {block['references']:>8}  {state}"
     if sequence.get("truncated"):
         yield "  ... (more with --limit)"
+
+
+def _table_line(table: dict[str, Any]) -> str:
+    text = f"  {kind_of(table):<16}{table['num_blocks']:>8,} blocks{table['pages']:>8,} pages"
+    if tokens := table.get("tokens"):
+        return f"{text}  kept behind {' and '.join(map(str, tokens))} tokens"
+    return f"{text}  from token {first:,} on" if (first := table.get("first")) else text
 
 
 def _loss(event: dict[str, Any]) -> str:

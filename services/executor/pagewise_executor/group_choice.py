@@ -7,6 +7,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import LayerGroup
 
+from pagewise_executor.kv.kv_pool import is_latent
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout
 from pagewise_executor.models.loader import LoadedModel
 
@@ -55,7 +56,10 @@ def groups_of(pages: PageLayout | None) -> tuple[LayerGroup, ...]:
     """Return the description of the groups for the scheduler, that of states last."""
     if pages is None:
         return ()
-    groups = [LayerGroup(len(one.layers), one.pages_per_block, one.window, one.chunked) for one in pages.groups]
+    groups = [
+        LayerGroup(len(one.layers), one.pages_per_block, one.window, one.chunked, latent=is_latent(one.shape))
+        for one in pages.groups
+    ]
     if (states := pages.states) is not None:
         groups.append(LayerGroup(states.num_layers, states.pages_per_block, window=2, state=True))
     return tuple(groups)

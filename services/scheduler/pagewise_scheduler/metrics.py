@@ -11,7 +11,7 @@ from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple, TypeVar, get_args
 
-from pagewise_shared.protocol import POOL_TIERS, SOURCES
+from pagewise_shared.protocol import POOL_TIERS, SOURCES, GroupKind
 from pagewise_shared.tracing import TRACE_SPANS, Outcome
 from pagewise_shared.version import package_version
 from prometheus_client import (
@@ -56,6 +56,9 @@ RECOVERIES = (("device", "device"), *product(("load", "recompute", "both"), SOUR
 
 KV_BLOCKS = (*product(("device",), ("free", "cached", "in_use")), *product(LOWER_TIERS, ("free", "cached")))
 """The tiers, and the states of their blocks."""
+
+KV_PAGES = tuple(product(POOL_TIERS, get_args(GroupKind), ("cached", "in_use")))
+"""The tiers whose pages groups of layers share, the kinds of groups, and the states of their blocks."""
 
 Drop = Literal[
     "undecodable",
@@ -181,6 +184,14 @@ class Metrics:
         )
         for tier, state in KV_BLOCKS:
             self.kv_blocks(tier, state)
+        self.kv_pages = self._labelled(
+            Gauge,
+            "kv_pages",
+            "Pages by tier, kind of the group of layers whose blocks take them, and state; 0 if there is one group.",
+            *("tier", "kind", "state"),
+        )
+        for tier, kind, state in KV_PAGES:
+            self.kv_pages(tier, kind, state)
         self.executors = ExecutorGauges(self.model_name)
         self.registry.register(self.executors)
         self.adapters_resident = self._gauge("lora_adapters_resident", "LoRA adapters in the slots of all executors.")

@@ -38,8 +38,8 @@ UPDATE_SECONDS: dict[str, float] = {"fleet": 0.5, "map": 0.5, "requests": 1.0, "
 """Seconds between two queries of a gateway for a part while a console shows it; "block" while the pointer is on a
 block."""
 
-Colour = Literal["state", "request", "prefix", "age", "tier"]
-"""The property of a block that the colours of a memory map show."""
+Colour = Literal["state", "request", "prefix", "age", "tier", "group"]
+"""The property of a block that the colours of a memory map show. A map of groups has pages instead of blocks."""
 
 # ---- gateway -> scheduler -----------------------------------------------------------------------------
 

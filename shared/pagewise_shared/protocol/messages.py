@@ -111,6 +111,10 @@ class TierInfo(Piece, frozen=True):
     identity: str = ""
 
 
+GroupKind = Literal["full", "latent", "window", "chunk", "state"]
+"""What blocks of a group of layers hold: K and V of all tokens, or latents of them; of a window; of a chunk; states."""
+
+
 class LayerGroup(Piece, frozen=True):
     """Layers of a model whose blocks hold the same tokens. The first group has the layers that see all tokens.
 
@@ -120,6 +124,7 @@ class LayerGroup(Piece, frozen=True):
             ``window`` tokens, and a query sees the tokens of its own chunk only.
         state: the layers are recurrent. A block has their states behind one token, and nothing of the tokens before it,
             so ``window`` is 2: to go on, a sequence needs the block with the token before.
+        latent: blocks have a latent of each token, from which K and V are computed. For people alone.
     """
 
     num_layers: int
@@ -127,6 +132,7 @@ class LayerGroup(Piece, frozen=True):
     window: int = 0
     chunked: bool = False
     state: bool = False
+    latent: bool = False
 
 
 class Hello(Message, frozen=True):

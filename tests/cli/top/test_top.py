@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pagewise.main import main
 from pagewise.top.app import Top
-from pagewise.top.rows import COLUMNS, STATES, bar, chosen
+from pagewise.top.rows import COLUMNS, STATES, bar, chosen, executors
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
@@ -167,6 +167,23 @@ def test_a_bar_has_its_width_and_every_state_that_there_is(counts: dict[str, int
     assert len(drawn) == width
     if any(counts.values()):
         assert {character for key, _, character, _ in STATES if counts[key]} == set(drawn)
+
+
+def test_pages_and_snapshots_of_groups_of_layers_have_a_line() -> None:
+    groups = [
+        {"kind": "full", "window": 0, "in_use": 1000, "cached": 200, "snapshots": 0},
+        {"kind": "window", "window": 1024, "in_use": 30, "cached": 4, "snapshots": 3},
+        {"kind": "state", "window": 2, "in_use": 7, "cached": 70, "snapshots": 10},
+    ]
+    one = {
+        "executor_id": "e", "state": "ready", "running": 1, "waiting": 0, "preemptions": 0, "tokens_per_second": 9.0,
+        "counts": {"free": 89, "cached": 274, "in_use": 1037, "lent": 0, "copying": 0}, "rates": {},
+        "device": {"num_blocks": 1400, "groups": groups}, "tiers": {"host": {"num_blocks": 9, "used": 0, "groups": []}},
+    }  # fmt: skip
+    lines = executors({"executors": [one]}, 100).plain.splitlines()
+    assert lines[1].endswith(" 1,311 of 1,400")
+    assert lines[3] == "  device  pages: full 1,200, window 1,024 34, state 77; snapshots: 13"
+    assert len(lines) == 5
 
 
 def test_requests_without_a_value_come_last() -> None:

@@ -158,6 +158,8 @@ def test_layers_that_are_not_fused_have_adapters_too(family: str, targets: list[
         pytest.param("gpt_oss", ["q_proj", "k_proj", "v_proj", "o_proj"], marks=pytest.mark.long),
         pytest.param("llama4", ["q_proj", "v_proj", "o_proj"], marks=pytest.mark.long),
         pytest.param("olmo3", ALL, marks=pytest.mark.long),
+        ("lfm2", ["q_proj", "v_proj", "w1", "w2"]),
+        pytest.param("qwen3_5", ["q_proj", "v_proj", "down_proj"], marks=pytest.mark.long),
     ],
 )
 def test_models_with_several_groups_of_layers_have_adapters_too(

@@ -600,3 +600,45 @@ def test_a_prefix_without_its_window() -> None:
     later = player.send([*prompt, 7, 7])
     player.finish(later)
     assert player.explain(later).no_window is None
+
+
+STATES = ArenaShape(100, 1, (WindowShape(2, 7, state=True),), 64)
+
+
+def test_a_prefix_whose_states_were_evicted() -> None:
+    """Its blocks are still there, but the snapshot behind them went for another prompt; it takes one again."""
+    player = Player(num_blocks=100, shape=STATES)
+    prompt = list(range(1, 42))
+    cached = player.send(prompt)
+    player.finish(cached)
+    (group,) = player.scheduler.kv.windows
+    taker = None
+    while any(one.cached_by is cached.ref for one in group.at):
+        player.finish(taker := player.send(30, key="other"))
+    again = player.send([*prompt, 7])
+    player.finish(again)
+    told = player.explain(again)
+    assert told.no_window is not None
+    (lacks,) = told.no_window.lacking
+    lost = lacks.lost
+    assert lacks.kind == "state"
+    assert lost is not None
+    assert lost.reason == "evicted"
+    assert lost.cached_by is not None
+    assert lost.cached_by.request_id == cached.request_id
+    assert lost.taker is not None
+    assert taker is not None
+    assert lacks.retaken is not None
+    assert lacks.retaken > lost.time
+    assert (told.no_window.position, told.no_window.due) == (0, 36)
+    said = text(told)
+    assert "Its prefix was there, its states were not" in said
+    assert "So it could begin at token 0." in said
+    assert f"The states behind token 36, of request {cached.request_id}, were evicted at" in said
+    assert f"by the allocation of request {lost.taker.request_id}, because" in said
+    assert "They were taken again at" in said
+    assert "window" not in said
+    own = seen_by(told, "k", {}).no_window
+    assert own is not None
+    assert own.lacking[0].lost is not None
+    assert own.lacking[0].lost.taker is None, "whose allocation it was stays unknown"

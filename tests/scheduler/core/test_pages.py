@@ -53,10 +53,13 @@ def test_pages_in_use_are_the_pages_of_all_tables() -> None:
     report = executor_report("e", scheduler).device
     assert report.num_blocks == report.free + report.cached + report.in_use == 400
     assert report.in_use == kv.num_in_use == kv.num_total - kv.num_available
-    assert [(one.window, one.chunked, one.pages_per_block) for one in report.windows] == [(8, False, 3), (16, True, 1)]
-    full = (kv.pool.num_used - kv.pool.num_cached) * 2
-    assert report.in_use == full + sum(one.in_use * one.pages_per_block for one in report.windows)
-    assert report.windows[0].snapshots == 4  # of each prompt, and of the end of the request that was aborted
+    assert [(one.kind, one.window, one.pages_per_block) for one in report.groups] == [
+        ("full", 0, 2), ("window", 8, 3), ("chunk", 16, 1),
+    ]  # fmt: skip
+    assert report.in_use == sum(one.in_use for one in report.groups)
+    assert report.cached == sum(one.cached for one in report.groups)
+    assert report.groups[0].in_use == 2 * kv.pool.num_in_use
+    assert report.groups[1].snapshots == 4  # of each prompt, and of the end of the request that was aborted
 
 
 def test_outputs_of_a_prompt_share_pages() -> None:

@@ -93,9 +93,11 @@ def test_a_snapshot_goes_to_the_host_and_comes_back() -> None:
         begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
     assert executor.num_windows_stored > 0
     report = executor_report("e", scheduler).tiers["host"]
-    assert [(one.window, one.pages_per_block) for one in report.windows] == [(8, 1), (13, 2)]
-    assert all(one.snapshots for one in report.windows)
-    assert sum((one.cached + one.in_use) * one.pages_per_block for one in report.windows) < report.used <= 1200
+    assert [(one.kind, one.window, one.pages_per_block) for one in report.groups] == [
+        ("full", 0, 1), ("window", 8, 1), ("window", 13, 2),
+    ]  # fmt: skip
+    assert all(one.snapshots for one in report.groups[1:])
+    assert sum(one.cached + one.in_use for one in report.groups) == report.used <= 1200
     again = begin(scheduler, executor, [*range(200), *first.sequences[0].output_token_ids.tolist(), 7, 7])
     assert sum(again.cached_tokens.values()) == 208
     assert executor.num_loaded + executor.num_windows_loaded > 40

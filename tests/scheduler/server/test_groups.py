@@ -1,12 +1,16 @@
 """Executors whose layers have several groups: they say so when they join, and are counted in pages."""
 
 import asyncio
+from base64 import b64decode
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 from pagewise_scheduler.server.gauges import refresh_gauges
-from pagewise_shared.protocol import HOST, LayerGroup, Leaving, StepPlan, TierInfo, unpack_int32s
+from pagewise_shared.protocol import HOST, ConsoleView, LayerGroup, Leaving, StepPlan, TierInfo, unpack_int32s
+from pagewise_shared.reports import FleetFrame, MapFrame
 
-from tests.scheduler.server.stack import joined, running, until
+from tests.scheduler.server.stack import Stack, joined, running, until
 
 GROUPS = (LayerGroup(4, 2), LayerGroup(8, 3, 8))
 
@@ -35,6 +39,10 @@ async def test_an_executor_says_its_groups(tmp_path: Path) -> None:
         assert (
             stack.metric("executor_kv_blocks", executor="raw", state="in_use") == 6 * 2 + 6 * 3
         )  # with the block of the next step
+        assert stack.metric("kv_pages", tier="device", kind="full", state="in_use") == 6 * 2
+        assert stack.metric("kv_pages", tier="device", kind="window", state="in_use") == 6 * 3
+        assert stack.metric("kv_pages", tier="host", kind="window", state="cached") == 0
+        await check_console(stack)
         # Another executor has blocks enough of the first group to take over, but not the pages for windows.
         small, _ = await joined(tmp_path, executor_id="small", **(offer | {"num_pages": 32, "num_blocks": 16}))
         await stack.ready(2)
@@ -50,3 +58,19 @@ async def test_an_executor_says_its_groups(tmp_path: Path) -> None:
         await asyncio.gather(serving, return_exceptions=True)
         raw.close()
         small.close()
+
+
+async def check_console(stack: Stack) -> None:
+    """The console counts pages, and its map of groups shows them: six blocks of each group are in use."""
+    view = ConsoleView("map", "raw", colour="group", cells=200)
+    shown = msgspec.json.decode((await stack.gateway.ask("console", view=view)).body, type=MapFrame)
+    assert (shown.first, shown.count, shown.num_blocks, shown.blocks_per_cell) == (0, 101, 101, 1)
+    names = dict(shown.legend)
+    pages = Counter(names[index] for index in b64decode(shown.cells)[::2])
+    assert pages == {"full in use": 12, "window 8 in use": 18, "free": 71}
+    fleet = msgspec.json.decode((await stack.gateway.ask("console", view=ConsoleView("fleet"))).body, type=FleetFrame)
+    (executor,) = fleet.executors
+    assert sum(msgspec.structs.astuple(executor.counts)) == executor.device.num_blocks == 101
+    assert executor.counts.in_use == executor.device.in_use == 30
+    assert [(one.kind, one.in_use) for one in executor.device.groups] == [("full", 12), ("window", 18)]
+    assert [one.kind for one in executor.tiers["host"].groups] == ["full", "window"]

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
+from pagewise.memory_map import kind_of
+
 STATES = (
     ("in_use", "in use", "█", "dodger_blue1"),
     ("lent", "lent", "▓", "medium_purple1"),
@@ -95,9 +97,18 @@ def executors(fleet: dict[str, Any], width: int) -> Text:
         for name, tier in one["tiers"].items():
             held = {"cached": tier["used"], "free": tier["num_blocks"] - tier["used"]}
             lines.append(_tier(name, bar(held, max(10, width - 34)), tier["used"], tier["num_blocks"]))
+        for name, tier in (("device", one["device"]), *one["tiers"].items()):
+            lines += [_groups(name, groups)] if (groups := tier.get("groups")) else []
         rates = [f"{name} {one['rates'][name]:,.0f}" for name in _RATES if one["rates"].get(name)]
         lines.append(Text(f"  blocks/s: {', '.join(rates) or 'none move'}", "grey62"))
     return Text("\n").join(lines) if lines else Text("No executor has joined.", "bold yellow")
+
+
+def _groups(name: str, groups: list[dict[str, Any]]) -> Text:
+    """Return the line about the groups of layers in a tier."""
+    pages = [f"{kind_of(one)} {one['in_use'] + one['cached']:,}" for one in groups]
+    snapshots = sum(one["snapshots"] for one in groups)
+    return Text(f"  {name[:7]:<7} pages: {', '.join(pages)}; snapshots: {snapshots:,}", "grey62")
 
 
 def _rate(value: float | None) -> str:

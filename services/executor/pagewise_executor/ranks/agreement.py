@@ -80,7 +80,9 @@ def _joined(messages: Sequence[Any]) -> Answer:
     """Join reports of one type and of the same thing, one from each rank."""
     first: Answer = messages[0]
     if isinstance(first, Found):
-        # A prefix is found as far as all ranks have found it.
+        # A prefix is found as far as all ranks have found it. With groups of layers each rank answers with the last
+        # place where it has the windows. The least of these is a place for the rank that named it; if another rank has
+        # no windows there, its loads fail, and the sequence computes the prefix.
         return replace(first, num_blocks=min(each.num_blocks for each in messages))
     elapsed_us, errors = max(each.elapsed_us for each in messages), [each.error for each in messages]
     if isinstance(first, AdapterLoaded):

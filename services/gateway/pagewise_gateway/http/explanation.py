@@ -9,6 +9,7 @@ from pagewise_shared.reports import (
     LeftPrefix,
     LostPrefix,
     Move,
+    NoSnapshot,
     NoWindow,
     OtherCache,
     RequestName,
@@ -20,6 +21,9 @@ _LEAST_SECONDS = 1e-3
 _MOST_EVENTS = 16
 _SLOW_CLIENT_SECONDS, _SLOW_CLIENT_SHARE = 10e-3, 0.01
 """A client is called slow when the answer waited for it for so long, and for this share of the request's time."""
+
+_SNAPSHOTS = {"full": "KV", "latent": "latents", "window": "windows", "chunk": "chunks", "state": "states"}
+"""What a sequence needs of a group of layers to begin behind a prefix, by the kind of its blocks."""
 
 _REASONS = {
     "decode": "its prompt was computed, and {executor} does not decode",
@@ -173,7 +177,7 @@ def _cache(report: RequestReport) -> Iterator[str]:
     if report.not_asked:
         yield "The cache was not used, because log-probabilities of the prompt come from computing it."
     if report.no_window is not None:
-        yield _no_window(report.no_window)
+        yield from _no_window(report.no_window)
     for lost in report.lost:
         yield _lost(lost)
     if report.left is not None:
@@ -190,12 +194,24 @@ def _other(other: OtherCache) -> str:
     return f"{begin} {of} {by}, whose KV differs."
 
 
-def _no_window(lacks: NoWindow) -> str:
-    return (
-        f"{_tokens(lacks.tokens)} of its prompt, from token {lacks.position:,} on, had been cached, the last by "
-        f"{_name(lacks.cached_by)}, but no sequence can begin behind them: the KV of the layers that see a window was "
-        "not kept there, or was evicted."
+def _no_window(lacks: NoWindow) -> Iterator[str]:
+    what = " and ".join(dict.fromkeys(_SNAPSHOTS[one.kind] for one in lacks.lacking)) or "windows"
+    yield (
+        f"Its prefix was there, its {what} were not: {_tokens(lacks.tokens)} of its prompt, from token "
+        f"{lacks.position:,} on, had been cached, the last of them by {_name(lacks.cached_by)}, but the {what} with "
+        f"which a sequence begins behind them were in no tier. So it could begin at token {lacks.position:,}."
     )
+    yield from dict.fromkeys(_no_snapshot(one, lacks.due) for one in lacks.lacking)
+
+
+def _no_snapshot(lacks: NoSnapshot, due: int) -> str:
+    what, lost = _SNAPSHOTS[lacks.kind], lacks.lost
+    begin = f"No {what} are known to have been kept there"
+    if lost is not None:
+        begin = f"The {what} behind token {lost.position:,}, of {_name(lost.cached_by)}, were {_how_lost(lost)}"
+    if lacks.retaken is not None:
+        return f"{begin}. They were taken again at {clock_time(lacks.retaken)}."
+    return f"{begin}. It was to keep them behind token {due:,}." if due else f"{begin}."
 
 
 def _left(left: LeftPrefix) -> str:
@@ -218,23 +234,26 @@ def _location(source: str) -> str:
 
 def _lost(lost: LostPrefix) -> str:
     cached = "" if lost.cached_at is None else f" at {clock_time(lost.cached_at)}"
-    at = f" at {lost.executor_id}" if lost.executor_id else ""
     run = f"{_tokens(lost.tokens)} of its prompt, from token {lost.position:,} on,"
     text = (
         f"{run} {'was' if lost.tokens == 1 else 'were'} cached by {_name(lost.cached_by)}{cached} "
         if lost.cached_by is not None
         else f"{run} had been cached "
     )
-    when = clock_time(lost.time)
+    return f"{text}and {_how_lost(lost)}."
+
+
+def _how_lost(lost: LostPrefix) -> str:
+    at, when = f" at {lost.executor_id}" if lost.executor_id else "", clock_time(lost.time)
     if lost.reason == "executor lost":
-        return f"{text}and lost at {when} with the executor {lost.executor_id}."
+        return f"lost at {when} with the executor {lost.executor_id}"
     if lost.reason == "executor reset":
-        return f"{text}and lost at {when}, when the executor {lost.executor_id} was reset after an error."
+        return f"lost at {when}, when the executor {lost.executor_id} was reset after an error"
     if lost.reason == "corrupt":
-        return f"{text}and dropped{at} at {when}, because they came back from the {lost.tier} with wrong content."
+        return f"dropped{at} at {when}, because they came back from the {lost.tier} with wrong content"
     many = lost.taker is not None and lost.num_takers > 1
     by = f"by the allocation of {_name(lost.taker)}" + (" and others that decode" if many else "")
-    return f"{text}and evicted{at} at {when} {by}, {_eviction_reason(lost)}."
+    return f"evicted{at} at {when} {by}, {_eviction_reason(lost)}"
 
 
 def _eviction_reason(lost: LostPrefix) -> str:

@@ -12,14 +12,13 @@ from pagewise_shared.reports import (
     LinkReport,
     MemoryReport,
     TierReport,
-    WindowReport,
 )
 
 from pagewise_scheduler.core.console.prefixes import TreeWalk, saved_blocks
+from pagewise_scheduler.core.group_report import group_reports
 from pagewise_scheduler.core.request_report import Room, request_report
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import CostModel, Link
-from pagewise_scheduler.core.tiers.snapshots import SnapshotPool
 
 _MOST_PEERS = 1024
 
@@ -41,14 +40,14 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
             kv.num_in_use,
             kv.num_retiring,
             pool.num_remote_pins,
-            [_group_report(group) for group in kv.windows],
+            group_reports(kv, pool),
         ),
         tiers={
             tier_name(tier.number): TierReport(
                 *tier.memory,
                 tier.num_arriving,
                 tier.costs.load.num_loading,
-                [_group_report(one.below) for one in kv.windows if one.below and one.below.tier == tier.number],
+                group_reports(kv, tier),
             )
             for tier in pool.lower
         },
@@ -60,13 +59,6 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
         costs=_cost_report(scheduler.costs, names),
         saved_blocks=saved_blocks(scheduler),
         tree_blocks=pool.tree.num_blocks,
-    )
-
-
-def _group_report(group: SnapshotPool) -> WindowReport:
-    num_used, num_cached = group.num_used, group.num_cached
-    return WindowReport(
-        group.window, group.chunked, group.pages_per_block, num_cached, num_used - num_cached, len({*group.at.values()})
     )
 
 

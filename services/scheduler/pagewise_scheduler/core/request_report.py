@@ -10,12 +10,14 @@ from pagewise_shared import reports
 from pagewise_shared.protocol import tier_name
 from pagewise_shared.reports import Event, RequestLine, RequestName, RequestReport
 
-from pagewise_scheduler.core.memory.eviction_history import LostRun, RequestRef
+from pagewise_scheduler.core.group_report import table_reports
 from pagewise_scheduler.core.memory.prefix_tree import hash_of
+from pagewise_scheduler.core.missed_report import add_missed, dated, name_of
 from pagewise_scheduler.core.requests.request import Preempted, Request, RequestSequence, SequenceStatus
-from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GONE, MissedPrefix, Steps
+from pagewise_scheduler.core.requests.timeline import BLOCKS_CORRUPT, LENDER_GONE, Steps
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.device import BlockPool
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 
 CachedT = TypeVar("CachedT", reports.NoWindow, reports.LeftPrefix, reports.OtherCache)
@@ -98,10 +100,11 @@ def request_report(
     """
     room = Room(room) if isinstance(room, int) else room
     timeline, start, first = request.timeline, request.arrival_time, request.first_token_time
-    pool = scheduler.kv.pool if scheduler is not None else None
+    kv = scheduler.kv if scheduler is not None else None
+    pool = kv.pool if kv is not None else None
     executor_id = request.executors[-1][1] if request.executors and pool is not None else ""
     line = request_line(request, executor_id, pool, now, ended=ended)
-    sequences = _sequences(request, pool, room)
+    sequences = _sequences(request, kv, room)
     every_event = request_events(request)
     events = every_event[max(0, len(every_event) - room.events) :]
     room.events -= len(events)
@@ -122,15 +125,15 @@ def request_report(
         truncated=truncated,
         waits={str(cause): seconds for cause, seconds in timeline.waits_until(now).items()},
         ahead=_ahead(request),
-        computes_prefix=_name(timeline.computes_prefix),
+        computes_prefix=name_of(timeline.computes_prefix),
         prefill=_phase(timeline.prefill, first - request.scheduled_time, line.prompt_tokens - line.num_cached_tokens),
         decode=_phase(timeline.decode, now - first, line.output_tokens) if ended else None,
         moves=_moves(request),
         resets=_resets(request),
-        resumed=_dated(timeline.resumed, since_1970),
+        resumed=dated(timeline.resumed, since_1970),
     )
     if timeline.missed is not None:
-        _add_missed(report, timeline.missed, since_1970)
+        add_missed(report, timeline.missed, since_1970)
     return report
 
 
@@ -158,8 +161,8 @@ def seen_by(report: RequestReport, key: str, names: Mapping[str, str]) -> Reques
         events=[replace(one, by=_own(one.by, key)) for one in events],
         ahead=_own_ahead(report.ahead, key),
         computes_prefix=_own(report.computes_prefix, key),
-        lost=[replace(one, taker=_own(one.taker, key)) for one in report.lost if _own(one.cached_by, key)],
-        no_window=_if_own(report.no_window, key),
+        lost=[own for one in report.lost if (own := _own_lost(one, key))],
+        no_window=_own_snapshots(_if_own(report.no_window, key), key),
         left=_if_own(report.left, key),
         other_cache=_if_own(report.other_cache, key),
     )
@@ -177,6 +180,16 @@ def _if_own(cached: CachedT | None, key: str) -> CachedT | None:
     return cached if cached is not None and _own(cached.cached_by, key) else None
 
 
+def _own_lost(lost: reports.LostPrefix | None, key: str) -> reports.LostPrefix | None:
+    return replace(lost, taker=_own(lost.taker, key)) if lost is not None and _own(lost.cached_by, key) else None
+
+
+def _own_snapshots(lacks: reports.NoWindow | None, key: str) -> reports.NoWindow | None:
+    if lacks is None:
+        return None
+    return replace(lacks, lacking=[replace(one, lost=_own_lost(one.lost, key)) for one in lacks.lacking])
+
+
 def _own_ahead(ahead: list[reports.Share], key: str) -> list[reports.Share]:
     """The shares of the key's own requests, and the sum of the others without a name."""
     own = [one for one in ahead if _own(one.request, key)]
@@ -184,16 +197,8 @@ def _own_ahead(ahead: list[reports.Share], key: str) -> list[reports.Share]:
     return [*own, reports.Share(None, others)] if others else own
 
 
-def _name(request: RequestRef | None) -> RequestName | None:
-    return None if request is None else RequestName(request.request_id, request.key)
-
-
 def _seconds(start: float, end: float) -> float | None:
     return None if isnan(end) else round(max(0.0, end - start), 6)
-
-
-def _dated(time: float | None, since_1970: float) -> float | None:
-    return None if time is None or isnan(time) else time + since_1970
 
 
 def _phase(steps: Steps | None, seconds: float, tokens: int) -> reports.Phase | None:
@@ -215,19 +220,19 @@ def _num_shared(sequence: RequestSequence, pool: BlockPool) -> int:
     return low
 
 
-def _sequences(request: Request, pool: BlockPool | None, room: Room) -> list[reports.SequenceReport]:
+def _sequences(request: Request, kv: KVCacheManager | None, room: Room) -> list[reports.SequenceReport]:
     """The outputs of a request on an executor, as many as there is room for."""
-    sequences = request.sequences[: room.sequences] if pool is not None else []
+    sequences = request.sequences[: room.sequences] if kv is not None else []
     room.sequences -= len(sequences)
-    return [_sequence_report(one, pool, room) for one in sequences if pool is not None]
+    return [_sequence_report(one, kv, room) for one in sequences if kv is not None]
 
 
 def _is_cut(request: Request, shown: list[reports.SequenceReport], pool: BlockPool | None) -> bool:
     return pool is not None and (len(shown) < len(request.sequences) or any(one.truncated for one in shown))
 
 
-def _sequence_report(sequence: RequestSequence, pool: BlockPool, room: Room) -> reports.SequenceReport:
-    table = sequence.table
+def _sequence_report(sequence: RequestSequence, kv: KVCacheManager, room: Room) -> reports.SequenceReport:
+    table, pool = sequence.table, kv.pool
     blocks = table.blocks[: room.blocks]
     room.blocks -= len(blocks)
     return reports.SequenceReport(
@@ -242,6 +247,7 @@ def _sequence_report(sequence: RequestSequence, pool: BlockPool, room: Room) -> 
         finish_reason=sequence.finish_reason,
         blocks=[_block_report(index, block, pool) for index, block in enumerate(blocks)],
         truncated=len(blocks) < len(table.blocks),
+        groups=table_reports(kv, table),
     )
 
 
@@ -288,7 +294,7 @@ def _loss(loss: Preempted, sequence: RequestSequence) -> Event:
         reason=loss.reason,
         blocks=loss.blocks,
         freed=loss.freed,
-        by=_name(loss.by),
+        by=name_of(loss.by),
     )
 
 
@@ -326,7 +332,7 @@ def _chunks(request: Request) -> list[reports.Chunk]:
 
 def _ahead(request: Request) -> list[reports.Share]:
     shares = request.timeline.ahead
-    return [reports.Share(_name(one.request), one.tokens) for one in shares if one.request is not request.ref]
+    return [reports.Share(name_of(one.request), one.tokens) for one in shares if one.request is not request.ref]
 
 
 def _resets(request: Request) -> list[reports.Interruption]:
@@ -346,42 +352,3 @@ def _moves(request: Request) -> list[reports.Move]:
         at = left.time - request.arrival_time
         moves.append(reports.Move(at, left.executor_id, left.reason, to, _seconds(left.time, then), token))
     return moves
-
-
-def _add_missed(report: RequestReport, missed: MissedPrefix, since_1970: float) -> None:
-    """Say why a part of the prompt was not cached."""
-    if (lacks := missed.no_window) is not None:
-        report.no_window = reports.NoWindow(lacks.position, lacks.tokens, _name(lacks.cached_by))
-    position = missed.found
-    causes: list[tuple[object, ...]] = []
-    for run, tokens in missed.lost:
-        cause = run.reason, run.executor_id, run.cached_by, run.taker
-        if causes and causes[-1] == cause:
-            report.lost[-1].tokens += tokens
-        else:
-            report.lost.append(_lost(run, position, tokens, since_1970))
-        causes.append(cause)
-        position += tokens
-    if (left := missed.divergence) is not None:
-        report.left = reports.LeftPrefix(left.position, left.beyond, left.compared, left.equal, _name(left.cached_by))
-    if (other := missed.other_salt) is not None:
-        adapter = other.cached_by.adapter if other.cached_by is not None else ""
-        report.other_cache = reports.OtherCache(other.tokens, other.kind, adapter, _name(other.cached_by))
-    report.not_asked = missed.not_asked
-
-
-def _lost(run: LostRun, position: int, tokens: int, since_1970: float) -> reports.LostPrefix:
-    return reports.LostPrefix(
-        position=position,
-        tokens=tokens,
-        reason=run.reason,
-        time=run.time + since_1970,
-        executor_id=run.executor_id,
-        tier=tier_name(run.tier),
-        cached_by=_name(run.cached_by),
-        cached_at=_dated(run.cached_by.started if run.cached_by is not None else nan, since_1970),
-        taker=_name(run.taker),
-        num_takers=run.num_takers,
-        policy=run.policy,
-        price=None if isnan(run.price) else run.price,
-    )

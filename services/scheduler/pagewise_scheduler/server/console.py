@@ -31,9 +31,11 @@ from pagewise_scheduler.core.console.block_map import (
     StateCells,
     cell_size,
     coloured_cells,
+    group_cells,
     packed,
 )
 from pagewise_scheduler.core.console.prefixes import executor_prefixes
+from pagewise_scheduler.core.group_report import num_pages
 from pagewise_scheduler.core.memory_report import executor_report
 from pagewise_scheduler.core.request_report import is_waiting, request_line
 from pagewise_scheduler.core.tiers.pool import Pool
@@ -204,13 +206,16 @@ class Console:
         return b"\n".join(_encode(self._map(view, executor, tier, cells, since)) for executor, tier in tiers)
 
     def _map(self, view: ConsoleView, executor: ExecutorHandle, tier: Pool, most_cells: int, since: float) -> MapFrame:
-        first = min(view.first, tier.num_blocks - 1)
-        count = min(view.count or tier.num_blocks, tier.num_blocks - first)
+        total = num_pages(tier) if view.colour == "group" else tier.num_blocks
+        first = min(view.first, total - 1)
+        count = min(view.count or total, total - first)
         size = cell_size(count, most_cells)
         marked = MarkedBlocks(executor.scheduler, tier, since)
         legend = list(enumerate(STATES))
         if view.colour == "state":
             cells = self._cells[view][executor].update(tier, first, count, size, marked)
+        elif view.colour == "group":
+            cells, legend = group_cells(executor.scheduler.kv, tier, first, count, size)
         else:
             cells, legend = coloured_cells(executor.scheduler, tier, view.colour, first, count, size)
         return MapFrame(
@@ -218,7 +223,7 @@ class Console:
             view.tier,
             first,
             count,
-            tier.num_blocks,
+            total,
             size,
             view.colour,
             legend,
@@ -367,7 +372,7 @@ def _executor_state(executor: ExecutorHandle, rates: Rates, names: dict[str, str
         state=_STATES[executor.life],
         role=executor.hello.role,
         bytes_per_block=executor.hello.bytes_per_block,
-        counts=MarkedBlocks(scheduler, pool, now - _SEEN_SECONDS).counts(pool),
+        counts=MarkedBlocks(scheduler, pool, now - _SEEN_SECONDS).device_counts(scheduler.kv),
         tokens_per_second=rates.tokens,
         rates=rates.events,
         hit_rate=_hit_rate([rates]),

@@ -122,7 +122,7 @@ def shape_of(hello: Hello, most_tokens: int) -> ArenaShape | None:
         return None
     full, *windows = hello.groups
     shapes = tuple(WindowShape(one.window, one.pages_per_block, one.chunked, one.state) for one in windows)
-    return ArenaShape(hello.num_pages, full.pages_per_block, shapes, most_tokens)
+    return ArenaShape(hello.num_pages, full.pages_per_block, shapes, most_tokens, full.latent)
 
 
 def _tiers_error(tiers: Sequence[TierInfo]) -> str | None:

@@ -3,12 +3,15 @@
 import logging
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 
 from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import tier_name
 from pagewise_shared.service_process import num_tasks
 
-from pagewise_scheduler.metrics import KV_BLOCKS, ExecutorState, Metrics
+from pagewise_scheduler.core.group_report import group_pages
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.metrics import KV_BLOCKS, KV_PAGES, ExecutorState, Metrics
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
 from pagewise_scheduler.server.router import Router
 
@@ -57,9 +60,23 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
         blocks[tier_name(tier.number), "free"] += size - used
     for tier_and_state in KV_BLOCKS:
         metrics.kv_blocks(*tier_and_state).set(blocks[tier_and_state])
+    pages = _pages(executor.scheduler.kv for executor in router.executors)
+    for tier_kind_and_state in KV_PAGES:
+        metrics.kv_pages(*tier_kind_and_state).set(pages[tier_kind_and_state])
     features = [executor.scheduler.features for executor in router.executors]
     metrics.adapters_resident.set(sum(one.adapters.num_resident for one in features if one.options.adapters.slots))
     metrics.scheduler_tasks.set(num_tasks())
+
+
+def _pages(memories: Iterable[KVCacheManager]) -> Counter[tuple[str, str, str]]:
+    """The pages of models with several groups of layers, by tier, kind of the group, and state."""
+    pages = Counter[tuple[str, str, str]]()
+    for kv in memories:
+        for tier in (kv.pool, *kv.pool.lower) if kv.windows else ():
+            for kind, _, _, in_use, cached in group_pages(kv, tier):
+                pages[tier_name(tier.number), kind, "in_use"] += in_use
+                pages[tier_name(tier.number), kind, "cached"] += cached
+    return pages
 
 
 def _state(executor: ExecutorHandle) -> ExecutorState:

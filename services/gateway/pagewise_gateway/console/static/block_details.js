@@ -1,7 +1,7 @@
 // What is known of the block that is pointed at.
 
 import { getJson } from "./api.js";
-import { count, num, percent } from "./format.js";
+import { count, num, percent, unitOf } from "./format.js";
 import { href } from "./route.js";
 import { html, useEffect, useState } from "./htm-preact.js";
 
@@ -11,7 +11,7 @@ const AGAIN = 2000; // ms after which it is asked again
 /** `at`: {executor, tier, block, map, pinned} or null. */
 export function BlockDetails({ at }) {
   const [known, setKnown] = useState(null);
-  const single = at && at.map.blocks_per_cell === 1;
+  const single = at && at.map.blocks_per_cell === 1 && unitOf(at.map) === "block";
   const name = at && `${at.executor}/${at.tier}/${at.block}`;
   useEffect(() => {
     if (!single) return undefined;
@@ -46,7 +46,8 @@ export function BlockDetails({ at }) {
 
 function title({ executor, tier, block, map }) {
   const last = Math.min(block + map.blocks_per_cell, map.num_blocks) - 1;
-  return `${executor}, ${tier}: ${last > block ? `blocks ${num(block)}–${num(last)}` : `block ${num(block)}`}`;
+  const unit = unitOf(map);
+  return `${executor}, ${tier}: ${last > block ? `${unit}s ${num(block)}–${num(last)}` : `${unit} ${num(block)}`}`;
 }
 
 function Shown({ at, single }) {
@@ -55,7 +56,9 @@ function Shown({ at, single }) {
   const label = new Map(at.map.legend).get(at.map.cells[place]) ?? "unknown";
   if (single) return html`<p class="lead">${label}</p>`;
   return html`<p class="lead">${label}: ${percent(at.map.cells[place + 1] / 255)} of them</p>
-    <p class="empty">Zoom in until a cell is one block to see what it holds.</p>`;
+    <p class="empty">
+      ${unitOf(at.map) === "page" ? "Pages are shown in the order of the legend: which page is where, executors decide." : "Zoom in until a cell is one block to see what it holds."}
+    </p>`;
 }
 
 function Known({ block, error }) {

@@ -88,10 +88,10 @@ function recovered(store) {
 
 function work({ fleet }) {
   const { requests_running: running, requests_waiting: waiting } = fleet.scheduler;
-  const { saved, cached, inUse, savedBytes } = pools(fleet);
+  const { saved, cached, inUse, savedBytes, unit } = pools(fleet);
   if (!running && !waiting) {
     const text = cached
-      ? `${count(cached, "block")} stay cached, for prompts that begin like earlier ones.`
+      ? `${count(cached, unit)} stay cached, for prompts that begin like earlier ones.`
       : "Blocks of the pools are free. They fill as requests come.";
     return [{ tone: "calm", title: "Idle: no request runs", text }];
   }
@@ -100,21 +100,23 @@ function work({ fleet }) {
   const title = `${count(running, "request")} run${running === 1 ? "s" : ""} on ${count(executors, "executor")}${queue}`;
   const memory = savedBytes ? ` (${bytes(savedBytes)})` : "";
   const text = saved
-    ? `They hold ${num(inUse)} blocks. Without sharing they would hold ${num(inUse + saved)}: it saves ${num(saved)} blocks${memory}.`
-    : `They hold ${num(inUse)} blocks, each of them by one request.`;
+    ? `They hold ${num(inUse)} ${unit}s. Without sharing they would hold ${num(inUse + saved)}: it saves ${num(saved)} ${unit}s${memory}.`
+    : `They hold ${num(inUse)} ${unit}s, each of them by one request.`;
   return [{ tone: "busy", title, text }];
 }
 
-/** What the device pools hold together. */
+/** What the device pools hold together: blocks, or pages where groups of layers share the memory. */
 export function pools(fleet) {
-  const sum = { total: 0, free: 0, cached: 0, inUse: 0, saved: 0, savedBytes: 0 };
+  const sum = { total: 0, free: 0, cached: 0, inUse: 0, saved: 0, savedBytes: 0, unit: "block" };
   for (const executor of fleet?.executors ?? []) {
     const { counts = {} } = executor;
+    const [full] = executor.device.groups ?? [];
+    if (full) sum.unit = "page";
     sum.total += executor.device.num_blocks;
     sum.free += counts.free ?? 0;
     sum.cached += counts.cached ?? 0;
     sum.inUse += (counts.in_use ?? 0) + (counts.lent ?? 0) + (counts.copying ?? 0);
-    sum.saved += executor.saved_blocks ?? 0;
+    sum.saved += (executor.saved_blocks ?? 0) * (full?.pages_per_block ?? 1);
     sum.savedBytes += (executor.saved_blocks ?? 0) * (executor.bytes_per_block ?? 0);
   }
   return sum;

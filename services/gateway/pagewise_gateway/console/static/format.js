@@ -14,6 +14,9 @@ export function count(value, noun) {
   return `${num(value)} ${noun}${value === 1 ? "" : "s"}`;
 }
 
+/** What a map shows: pages, if it shows the groups of layers that have them. */
+export const unitOf = ({ colour }) => (colour === "group" ? "page" : "block");
+
 /** A share from 0 to 1 as a percentage. */
 export function percent(value) {
   if (value === undefined || value === null || Number.isNaN(value)) return "–";

@@ -1,6 +1,6 @@
 // One memory map: a canvas that is used with a pointer or with keys.
 
-import { count } from "./format.js";
+import { count, unitOf } from "./format.js";
 import { panned, zoomed } from "./map_layout.js";
 import { MapPainter } from "./map_painter.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./htm-preact.js";
@@ -82,7 +82,7 @@ export function summaryOf(map, executor) {
     .filter(([, blocks]) => blocks > 0)
     .map(([state, blocks]) => `${blocks} ${state.replaceAll("_", " ")}`);
   const tier = map.tier === "device" ? states.join(", ") : usedOf(executor, map.tier);
-  return `Memory map of ${map.executor_id}, ${map.tier}: ${count(map.num_blocks, "block")}; ${tier || "nothing known"}`;
+  return `Memory map of ${map.executor_id}, ${map.tier}: ${count(map.num_blocks, unitOf(map))}; ${tier || "nothing known"}`;
 }
 
 function usedOf(executor, tier) {

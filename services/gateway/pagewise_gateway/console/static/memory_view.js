@@ -3,7 +3,8 @@
 import { BlockDetails } from "./block_details.js";
 import { captions, pools } from "./captions.js";
 import { Flows } from "./flows.js";
-import { bytes, count, num, percent } from "./format.js";
+import { bytes, count, num, percent, unitOf } from "./format.js";
+import { LayerGroups } from "./layer_groups.js";
 import { Legend } from "./legend.js";
 import { MapCanvas, summaryOf } from "./map_canvas.js";
 import { cellsFor, zoomed } from "./map_layout.js";
@@ -18,9 +19,12 @@ const COLOURS = [
   ["prefix", "Prefix"],
   ["age", "Age"],
   ["tier", "Tier"],
+  ["group", "Layers"],
 ];
 
 const TIER_HEIGHT = 520;
+
+const titleOf = (colour) => (colour === "group" ? "Pages by layers" : `Blocks by ${colour}`);
 
 /** The query of the stream for this view. */
 export function memoryQuery(params) {
@@ -65,10 +69,11 @@ export function MemoryView({ store, params }) {
         ${!only && [...store.gone].map(([name]) => html`<${GoneMap} key=${name} name=${name} />`)}
       </div>
       <aside>
-        <${Legend} maps=${maps} counts=${counts} title=${`Blocks by ${params.colour || "state"}`} />
+        <${Legend} maps=${maps} counts=${counts} title=${titleOf(params.colour || "state")} />
         <${BlockDetails} at=${current ? { ...at, map: current } : null} />
       </aside>
     </div>
+    <${LayerGroups} store=${store} executor=${only} />
     <${Flows} store=${store} executor=${only} />
     <${MapSummary} maps=${maps} executors=${executors} />
     <p id="map-keys" class="hidden">
@@ -122,7 +127,7 @@ function Numbers({ store }) {
   const { fleet } = store;
   if (!fleet) return null;
   const { scheduler } = fleet;
-  const { total, free, cached, inUse, saved, savedBytes } = pools(fleet);
+  const { total, free, cached, inUse, saved, savedBytes, unit } = pools(fleet);
   const hits = hitsOf(scheduler);
   const hit = hits.reduce((sum, { value }) => sum + value, 0);
   return html`<dl class="numbers">
@@ -136,10 +141,10 @@ function Numbers({ store }) {
     <${Fact} name="Prompt tokens from cache" value=${percent(hit)} hint="Of the last minute, by where they were found">
       <${Bar} label="Found in" total=${1} parts=${hits} />
     <//>
-    <${Fact} name="Device blocks in use" value=${percent(total ? inUse / total : 0)}>
+    <${Fact} name=${`Device ${unit}s in use`} value=${percent(total ? inUse / total : 0)}>
       <small>${num(inUse)} of ${num(total)}</small>
       <${Bar}
-        label="Device blocks"
+        label=${`Device ${unit}s`}
         total=${total}
         parts=${[
           { label: "in use", value: inUse, className: "in-use" },
@@ -148,8 +153,8 @@ function Numbers({ store }) {
         ]}
       />
     <//>
-    <${Fact} name="Saved by sharing" value=${num(saved)} hint="Blocks that would be needed more if nobody shared">
-      <small>blocks${savedBytes ? `, ${bytes(savedBytes)}` : ""}</small>
+    <${Fact} name="Saved by sharing" value=${num(saved)} hint="What would be needed more if nobody shared">
+      <small>${unit}s${savedBytes ? `, ${bytes(savedBytes)}` : ""}</small>
     <//>
   </dl>`;
 }
@@ -267,7 +272,9 @@ function OneMap({ map, height, executor, params, at, setAt }) {
 
 function MapTitle({ map, executor, params, view }) {
   const host = Object.entries(executor.tiers ?? {});
-  const part = view.count < map.num_blocks ? `blocks ${num(view.first)}–${num(view.first + view.count - 1)} of ${num(map.num_blocks)}` : count(map.num_blocks, "block");
+  const unit = unitOf(map);
+  const shown = `${num(view.first)}–${num(view.first + view.count - 1)} of ${num(map.num_blocks)}`;
+  const part = view.count < map.num_blocks ? `${unit}s ${shown}` : count(map.num_blocks, unit);
   const each = map.blocks_per_cell > 1 ? `, ${num(map.blocks_per_cell)} in a square` : "";
   return html`<div class="map-title">
     <h2>

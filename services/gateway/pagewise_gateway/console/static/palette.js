@@ -21,6 +21,8 @@ const GROUPS = {
   dark: ["#4aa3df", "#f5ac33", "#2cc295", "#e08cc2", "#ff8a4c", "#8fd3ff", "#e6d84a", "#9a9df5", "#c69070", "#a9bfd0"],
 };
 
+const KINDS = { full: "#3d8fd1", latent: "#7a7de0", window: "#1f9e7c", chunk: "#a88b00", state: "#b8509a" };
+
 const FLASHES = {
   light: { evicted: "#c8102e", taken: "#111827", arrived: "#0b61a4", released: "#0b61a4", copying: "#7a1763", changed: "#111827" },
   dark: { evicted: "#ff6b57", taken: "#ffffff", arrived: "#a8dcff", released: "#a8dcff", copying: "#ffc4ec", changed: "#ffffff" },
@@ -65,10 +67,14 @@ export function ageOf(label) {
   return known ? Number(known[1]) : undefined;
 }
 
-/** CSS colours of a legend ([[index, label], …]), by index. `mode`: state, request, prefix, age or tier. */
+/** CSS colours of a legend ([[index, label], …]), by index. `mode`: state, request, prefix, age, tier or group. */
 export function colours(mode, legend) {
   const now = theme();
   const found = new Map();
+  if (mode === "group") {
+    for (const [index, label] of legend) found.set(index, ofGroup(label) ?? STATES[now].free);
+    return found;
+  }
   if (mode === "request" || mode === "prefix") {
     const assigned = slots.assign(legend.map(([, label]) => label).filter((label) => !isNeutral(label)));
     for (const [index, label] of legend) {
@@ -86,6 +92,12 @@ export function colours(mode, legend) {
     else found.set(index, named[label.replaceAll(" ", "_")] ?? group(now, index));
   }
   return found;
+}
+
+/** Cached pages of a group of layers are paler than those in use. */
+function ofGroup(label) {
+  const colour = KINDS[label.split(" ")[0]];
+  return colour && (label.endsWith(" cached") ? `${colour}80` : colour);
 }
 
 function group(now, slot) {

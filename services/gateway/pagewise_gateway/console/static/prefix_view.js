@@ -2,6 +2,7 @@
 
 import { priceOf, whyOf } from "./block_details.js";
 import { bytes, count, num } from "./format.js";
+import { nameOf } from "./layer_groups.js";
 import { Empty, Table } from "./parts.js";
 import { html, useState } from "./htm-preact.js";
 
@@ -44,6 +45,7 @@ function Tree({ executor_id: name, runs, next_evictions: next = [], truncated })
     setClosed(changed);
   };
   const withText = runs.some(({ text }) => text);
+  const withSnapshots = runs.some(({ snapshots }) => snapshots?.length);
   return html`<article class="panel" aria-label=${`Prefix tree of ${name}`}>
     <h2>${name} <small>${count(runs.length, "run")} of blocks without a fork${truncated ? ", the largest of them" : ""}</small></h2>
     ${runs.length ? html`<${Drawing} name=${name} ordered=${ordered} children=${children} />` : html`<${Empty}>Nothing is cached.<//>`}
@@ -51,7 +53,7 @@ function Tree({ executor_id: name, runs, next_evictions: next = [], truncated })
     ${runs.length > 0 &&
     html`<details>
       <summary>The tree as a table</summary>
-      <${Table} label=${`Runs of ${name}`} head=${["Prefix", "Blocks", "Shared by", "Where", "Evicted next", "Price", ...(withText ? ["Text"] : [])]}>
+      <${Table} label=${`Runs of ${name}`} head=${["Prefix", "Blocks", "Shared by", "Where", "Evicted next", "Price", ...(withSnapshots ? ["Snapshots behind block"] : []), ...(withText ? ["Text"] : [])]}>
         ${ordered
           .filter(({ run }) => !hidden.has(run.id))
           .slice(0, 200)
@@ -70,12 +72,17 @@ function Tree({ executor_id: name, runs, next_evictions: next = [], truncated })
               <td>${tiersOf(run)}</td>
               <td>${run.next_evicted === undefined || run.next_evicted === null ? "" : `${num(run.next_evicted)}.`}</td>
               <td>${priceOf(run.price)}</td>
+              ${withSnapshots && html`<td>${(run.snapshots ?? []).map(snapshotOf).join("; ")}</td>`}
               ${withText && html`<td class="code text">${run.text}</td>`}
             </tr>`,
           )}
       <//>
     </details>`}
   </article>`;
+}
+
+function snapshotOf({ depth, tier, used, ...group }) {
+  return `${num(depth)}: ${nameOf(group)}, ${tier}${used ? ", used" : ""}`;
 }
 
 function tiersOf({ tiers = {}, num_blocks: blocks }) {
@@ -137,14 +144,40 @@ function Drawing({ name, ordered, children }) {
           <title>${hintOf(run)}</title>
         </rect>`;
       })}
+      ${[...rows.values()].flatMap(({ run, from, to }) =>
+        marksOf(run).map(
+          ({ depth, text: hint, below }) => html`<rect
+            key=${`${run.id}/${depth}`}
+            class=${below ? "snapshot below" : "snapshot"}
+            x=${depth * scale - 4}
+            y=${from * ROW + 1}
+            width="3"
+            height=${(to - from + 1) * ROW - 2}
+          >
+            <title>${hint}</title>
+          </rect>`,
+        ),
+      )}
     </svg>
     <figcaption>
       <span class="swatch-key s0"></span>cached, nobody uses it <span class="swatch-key s1"></span>one request <span class="swatch-key s2"></span>2–3
       <span class="swatch-key s3"></span>4–15 <span class="swatch-key s4"></span>16 or more <span class="swatch-key s5"></span>in lower tiers only
+      ${ordered.some(({ run }) => run.snapshots?.length) ? html`<span class="swatch-key snapshot"></span>snapshots: prompts can begin there` : ""}
       <span class="axis">beginning of the prompt → ${num(deepest)} blocks</span>
       ${leaves.length > shown.size ? html`<span>${num(leaves.length - shown.size)} more ends are not drawn</span>` : ""}
     </figcaption>
   </figure>`;
+}
+
+/** A mark for each block of a run behind which snapshots lie; `below`: none of them on the device. */
+function marksOf({ snapshots = [] }) {
+  const depths = new Map();
+  for (const one of snapshots) depths.set(one.depth, [...(depths.get(one.depth) ?? []), one]);
+  return [...depths].map(([depth, found]) => ({
+    depth,
+    text: `snapshots behind block ${found.map(snapshotOf).join("; ")}`,
+    below: found.every(({ tier }) => tier !== "device"),
+  }));
 }
 
 function sharedClass({ references, tiers = {} }) {

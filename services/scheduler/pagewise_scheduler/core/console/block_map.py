@@ -7,14 +7,18 @@ blocks, evenly spread, are looked at for such a map: with more blocks, a cell sh
 """
 
 from base64 import b64encode
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 from pagewise_shared.protocol import tier_name
 from pagewise_shared.reports import BlockCounts
 
+from pagewise_scheduler.core.group_report import group_pages, num_pages
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.pool import CACHED, FREE, IN_USE, Pool
 
 STATES = ("free", "cached", "in use", "lent", "copying")
@@ -57,6 +61,20 @@ class MarkedBlocks:
             tier.num_in_use - of_marked[IN_USE],
             len(self.lent),
             len(self.copying),
+        )
+
+    def device_counts(self, kv: KVCacheManager) -> BlockCounts:
+        """All blocks of the device by state, or its pages if groups of layers share them."""
+        if not kv.windows:
+            return self.counts(kv.pool)
+        each, states = kv.pages_per_block, kv.pool.states
+        held = Counter(states[block] for block in (*self.copying, *self.lent))
+        return BlockCounts(
+            kv.num_free,
+            kv.num_available - kv.num_free - each * held[CACHED],
+            kv.num_in_use - each * held[IN_USE],
+            each * len(self.lent),
+            each * sum(states[block] != FREE for block in self.copying),
         )
 
 
@@ -142,6 +160,28 @@ def coloured_cells(
         cells.append(legend.setdefault(name, len(legend)))
         cells.append(_ALL * number // len(seen))
     return cells, [(index, name) for name, index in legend.items()]
+
+
+def group_cells(
+    kv: KVCacheManager, tier: Pool, first: int, count: int, size: int
+) -> tuple[bytearray, list[tuple[int, str]]]:
+    """Return two bytes for each cell of ``size`` pages, as ``MapFrame`` has them, and the legend.
+
+    The scheduler counts pages and does not know where they are: they lie in the order of the legend.
+    """
+    parts: list[tuple[str, int]] = []
+    for kind, window, _, in_use, cached in group_pages(kv, tier):
+        name = f"{kind} {window}" if kind in ("window", "chunk") else kind
+        parts += [(f"{name} in use", in_use), (f"{name} cached", cached)]
+    parts.append(("free", num_pages(tier) - sum(pages for _, pages in parts)))
+    ends = [*accumulate(pages for _, pages in parts)]
+    cells = bytearray()
+    for start in range(first, first + count, size):
+        stop = min(start + size, first + count)
+        at = range(bisect_right(ends, start), bisect_left(ends, stop) + 1)
+        pages, index = max((min(stop, ends[one]) - max(start, ends[one] - parts[one][1]), -one) for one in at)
+        cells += bytes((-index, _ALL * pages // (stop - start)))
+    return cells, [(index, name) for index, (name, _) in enumerate(parts)]
 
 
 def _state(tier: Pool, block: int) -> str:

@@ -7,6 +7,7 @@ from pagewise_shared.protocol import tier_name, unpack_int32s
 from pagewise_shared.reports import ExecutorPrefixes, NextEviction, PrefixRun
 from pagewise_shared.segments import TOKEN_ID
 
+from pagewise_scheduler.core.group_report import SnapshotFinder
 from pagewise_scheduler.core.memory.eviction import CostAware, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -35,6 +36,7 @@ class TreeWalk:
         self._pool = scheduler.kv.pool
         self._most_runs, self._most_children = most_runs, most_children
         self._lower = [tier.number for tier in scheduler.kv.pool.lower]
+        self._snapshots = SnapshotFinder(scheduler.kv)
         self._tokens = tokens
         self._left = most_blocks
         self._numbers = count()
@@ -70,6 +72,7 @@ class TreeWalk:
             run.token_ids = token_ids(node)[:_MOST_TOKENS]
         # Thousands of blocks are looked at for one console, so this loop does little for each.
         references, lower = self._pool.references, dict.fromkeys(self._lower, 0)
+        snapshots = self._snapshots.at if self._snapshots.pools else None
         num_blocks = on_device = saved = 0
         while True:
             num_blocks += 1
@@ -79,6 +82,8 @@ class TreeWalk:
                     saved += held - 1
             for tier in lower:
                 lower[tier] += node.block_id(tier) >= 0
+            if snapshots is not None:
+                run.snapshots += snapshots(node)
             if len(node.children) != 1 or num_blocks >= self._left:
                 break
             (node,) = node.children.values()

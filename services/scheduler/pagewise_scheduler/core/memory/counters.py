@@ -22,6 +22,8 @@ class MemoryCounters:
         copied: copied on write: a sequence had to write into a shared block.
         snapshots_taken: snapshots of windows or states that were made on the device. snapshots_used: sequences that
             began with one. snapshots_unused: were evicted before any sequence began with them, and no tier kept them.
+            snapshots_demoted: went to host memory when the device evicted them. snapshots_loaded: with which sequences
+            began that had to bring them from another tier or executor.
     """
 
     evicted: int = 0
@@ -41,6 +43,8 @@ class MemoryCounters:
     snapshots_taken: int = 0
     snapshots_used: int = 0
     snapshots_unused: int = 0
+    snapshots_demoted: int = 0
+    snapshots_loaded: int = 0
 
     def by_name(self) -> dict[str, int]:
         """All counts by their names in metrics: the host's evicted blocks are "host_evicted"."""

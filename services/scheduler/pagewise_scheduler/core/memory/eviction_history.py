@@ -1,4 +1,4 @@
-"""Lost blocks, with the time and the requests involved: they explain to a later request why its prefix is not cached.
+"""Lost blocks and snapshots, with the time and the requests: they explain to a later request why it found no prefix.
 
 Nothing of this is content. A block is named by a *key*: a hash of its tokens and of all tokens before them, down
 to its cache salt, which depends on the process's random hash seed and never leaves it. So only a request that has the
@@ -7,7 +7,7 @@ same tokens under the same salt finds a key.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LostRun:
     ``time``: when the first of them was, in seconds of the scheduler's clock. ``cached_by``: the request that
     computed them, if known. ``taker``: the first of the ``num_takers`` requests for whose blocks they were evicted.
     ``policy``: class of the eviction policy; ``price``: the value that it gave to the first of them. ``tier``: the
-    last tier that had them.
+    last tier that had them. ``retaken``: if it is a snapshot, when one was taken again where it had been.
     """
 
     time: float
@@ -54,6 +54,7 @@ class LostRun:
     tier: int
     executor_id: str
     num_blocks: int = 0
+    retaken: float = nan
 
 
 class LostBlocks:
@@ -85,7 +86,8 @@ class LossLog:
     """Notes the lost blocks of one executor, and the requests that displaced them.
 
     ``lost``: the log, shared by all executors. ``now``: the time of the step that is being planned. ``taker``: the
-    request for which blocks are being reserved now, or the first of ``num_takers`` requests.
+    request for which blocks are being reserved now, or the first of ``num_takers`` requests. ``reason``: why snapshots
+    are dropped now.
     """
 
     def __init__(self) -> None:
@@ -94,7 +96,12 @@ class LossLog:
         self.now = 0.0
         self.taker: RequestRef | None = None
         self.num_takers = 1
+        self.reason: LossReason = "evicted"
         self._run: LostRun | None = None
+
+    def reserves_for(self, owner: RequestRef | None, count: int = 1) -> None:
+        """Blocks are reserved for ``count`` requests from now on, of which ``owner`` is the first."""
+        self.taker, self.num_takers = owner, count
 
     def note(self, node: "CachedBlock", reason: LossReason, tier: int, policy: object, price: float) -> None:
         """No tier has the content of ``node`` any more."""
@@ -113,6 +120,20 @@ class LossLog:
             )  # fmt: skip
         run.num_blocks += 1
         self.lost.add(key_of(node), run)
+
+    def note_snapshot(self, node: "CachedBlock", group: int, tier: int, policy: object) -> None:
+        """No tier has the snapshot of a group of layers at the end of ``node`` any more."""
+        run = LostRun(
+            self.now, self.reason, node.cached_by, self.taker, self.num_takers, type(policy).__name__, nan, tier,
+            self.executor_id,
+        )  # fmt: skip
+        self.lost.add(snapshot_key(key_of(node), group), run)
+
+    def snapshot_taken(self, node: "CachedBlock", group: int) -> None:
+        """The device has a snapshot of a group of layers at the end of ``node``."""
+        run = self.lost.find(snapshot_key(key_of(node), group)) if len(self.lost) else None
+        if run is not None and isnan(run.retaken):
+            run.retaken = self.now
 
     def all_gone(self, roots: Iterable["CachedBlock"], reason: LossReason) -> None:
         """Everything in the tree is lost at once."""
@@ -140,6 +161,11 @@ def root_key(cache_salt: str | None) -> int:
 def key_after(key: int, tokens: bytes) -> int:
     """The key of the block with these tokens (int32 bytes) behind a block or root with ``key``."""
     return hash((key, tokens)) or 1
+
+
+def snapshot_key(key: int, group: int) -> int:
+    """The key of the snapshot of a group of layers at the end of the block with ``key``."""
+    return hash(("snapshot", key, group)) or 1
 
 
 def key_of(node: "CachedBlock") -> int:

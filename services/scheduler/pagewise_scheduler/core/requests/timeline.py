@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import isnan, nan
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from pagewise_shared.protocol import GroupKind
+
 from pagewise_scheduler.core.memory.eviction_history import LostRun, RequestRef
 
 if TYPE_CHECKING:
@@ -166,13 +168,27 @@ class OtherSalt(NamedTuple):
     cached_by: RequestRef | None
 
 
+class NoSnapshot(NamedTuple):
+    """A group of layers without a snapshot behind cached tokens. ``kind``: of its blocks.
+
+    ``lost``: the last one that is known to have been there, behind the first ``position`` tokens.
+    """
+
+    kind: GroupKind
+    position: int = 0
+    lost: LostRun | None = None
+
+
 class NoWindow(NamedTuple):
-    """Cached ``tokens`` from ``position`` on behind which no sequence can begin: the KV of windowed layers there is
-    cached nowhere. ``cached_by``: the request that computed the last of them."""
+    """Cached ``tokens`` from ``position`` on behind which no sequence can begin: no tier has the windows or states of
+    the groups in ``lacking`` there. ``cached_by``: the request that computed the last of them. ``due``: the number of
+    tokens behind which this request is to take a snapshot of what was cached; 0: nowhere."""
 
     position: int
     tokens: int
     cached_by: RequestRef | None
+    lacking: tuple[NoSnapshot, ...] = ()
+    due: int = 0
 
 
 @dataclass(slots=True)

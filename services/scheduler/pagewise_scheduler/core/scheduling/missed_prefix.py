@@ -1,4 +1,4 @@
-"""Why a prompt's prefix was not cached when it first ran: evicted, no window, different tokens, or another salt."""
+"""Why a prompt's prefix was not cached when it first ran: evicted, no snapshot, different tokens, or another salt."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
@@ -7,17 +7,20 @@ from typing import Literal
 
 from pagewise_shared.block_hash import is_adapter_salt, without_rope
 
-from pagewise_scheduler.core.memory.eviction_history import LostRun, key_after, key_of, root_key
+from pagewise_scheduler.core.memory.eviction_history import LostRun, key_after, key_of, root_key, snapshot_key
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, block_keys
 from pagewise_scheduler.core.requests.request import RequestSequence
-from pagewise_scheduler.core.requests.timeline import Divergence, MissedPrefix, NoWindow, OtherSalt
+from pagewise_scheduler.core.requests.timeline import Divergence, MissedPrefix, NoSnapshot, NoWindow, OtherSalt
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.snapshots import nearest_pool
 
 _LEAST_TOKENS = 2
 _RUNS = 16
 _SALTS_TRIED = 256
 _COMPARED_BLOCKS = 16
 _BLOCKS_BEYOND = 4096
+_MOST_UNUSABLE = 1024
+"""Cached blocks, the last ones, of which is asked whether a snapshot behind them was lost."""
 
 
 def find_missed(
@@ -36,14 +39,15 @@ def find_missed(
     found = usable + len(unusable)
     most = (sequence.num_tokens - 1) // size
     missed = MissedPrefix(found * size)
+    last_node = unusable[-1] if unusable else last_node
+    missed.not_asked = sequence.sampling.prompt_logprobs is not None
+    lost = []
+    if found < most and not missed.not_asked:
+        lost = _look_for_lost(kv, sequence, last_node, missed, range(found, most))
     if unusable:
-        last_node = unusable[-1]
-        missed.no_window = NoWindow(usable * size, len(unusable) * size, last_node.cached_by)
-    if sequence.sampling.prompt_logprobs is not None:
-        missed.not_asked = True
+        missed.no_window = _no_window(kv, sequence.table.due, usable, unusable, lost)
+    if missed.not_asked:
         return missed
-    if found < most:
-        _look_for_lost(kv, sequence, last_node, missed, range(found, most))
     if not missed.lost:
         missed.divergence = _divergence(kv, sequence, last_node, found)
         if found < most:
@@ -52,19 +56,45 @@ def find_missed(
     return missed if known and request.computes_for is None else None
 
 
+def _no_window(
+    kv: KVCacheManager, due: Sequence[int], usable: int, unusable: Sequence[CachedBlock], lost: Sequence[int]
+) -> NoWindow:
+    """Say what lacks behind ``unusable`` blocks, the first ``usable`` blocks of the prompt before them.
+
+    ``due``: where the sequence is to take snapshots. ``lost``: the keys of the lost blocks of the prompt behind them.
+    """
+    size, history, seen = kv.block_size, kv.eviction_history.lost, unusable[-_MOST_UNUSABLE:]
+    groups = [one for one in kv.windows if all(nearest_pool(one, node) is None for node in seen)]
+    keys, before = [*map(key_of, seen), *lost], usable + len(unusable) - len(seen)
+    kept = next((depth for depth in reversed(due) if before < depth <= before + len(keys)), 0)
+    lacking: list[NoSnapshot] = []
+    for group in groups or kv.windows:  # else each has snapshots there, but behind different blocks
+        kind, run = kv.group_kinds[group.number], None
+        for place in range(len(keys), 0, -1):
+            if (run := history.find(snapshot_key(keys[place - 1], group.number))) is not None:
+                break
+        lacking.append(NoSnapshot(kind, (before + place) * size, run) if run is not None else NoSnapshot(kind))
+        if run is not None and kept and kept != before + place:
+            history.add(snapshot_key(keys[kept - before - 1], group.number), run)  # it is taken again there
+    return NoWindow(usable * size, len(unusable) * size, unusable[-1].cached_by, tuple(lacking), kept * size)
+
+
 def _look_for_lost(
     kv: KVCacheManager, sequence: RequestSequence, last_node: CachedBlock | None, missed: MissedPrefix, blocks: range
-) -> None:
+) -> list[int]:
+    """Look for the blocks that were lost, and return their keys."""
     size, lost = kv.block_size, kv.eviction_history.lost
     key = root_key(sequence.cache_salt) if last_node is None else key_of(last_node)
-    runs: dict[LostRun, int] = {}
+    runs, keys = dict[LostRun, int](), list[int]()
     for index in blocks:
         key = key_after(key, sequence.tokens_between(index * size, (index + 1) * size))
         run = lost.find(key)
         if run is None or (run not in runs and len(runs) >= _RUNS):
             break
         runs[run] = runs.get(run, 0) + size
+        keys.append(key)
     missed.lost = list(runs.items())
+    return keys
 
 
 def _divergence(

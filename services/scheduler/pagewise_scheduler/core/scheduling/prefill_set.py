@@ -159,6 +159,7 @@ class PrefillSet:
 
     def grow_windows(self, sequence: RequestSequence, start: int, stop: int) -> None:
         """Let a sequence hold the windows of its tokens from ``start`` to ``stop``."""
+        self._kv.eviction_history.reserves_for(sequence.table.owner)
         added, copies = self._kv.grow_windows(sequence.table, start, stop, self._scheduler.newest_in_flight)
         self._plan.copy(copies)
         joins = sequence not in self._members and sequence.status is not SequenceStatus.DECODE
@@ -215,6 +216,7 @@ class PrefillSet:
         """Start a waiting sequence behind its cached ``prefix``; returns the size of its first chunk, possibly 0."""
         kv, table = self._kv, sequence.table
         table.cache_salt = sequence.cache_salt
+        kv.eviction_history.reserves_for(table.owner)
         self._waiting.take(sequence, SequenceStatus.PREFILL)
         sequence.path = []
         plan = self._recoveries.choose(prefix, share, sequence)

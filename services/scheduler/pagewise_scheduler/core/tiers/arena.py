@@ -14,7 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import BlockCopies, unpack_int32s
+from pagewise_shared.protocol import BlockCopies, GroupKind, unpack_int32s
 
 from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, SHIELDED, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
@@ -40,16 +40,28 @@ class WindowShape(NamedTuple):
     chunked: bool = False
     state: bool = False
 
+    @property
+    def kind(self) -> GroupKind:
+        """What its blocks hold."""
+        return "state" if self.state else "chunk" if self.chunked else "window"
+
 
 @dataclass(slots=True, frozen=True)
 class ArenaShape:
     """The device memory of a model with several groups: ``num_pages`` pages, of which a block of the full layers takes
-    ``pages_per_block``. ``most_tokens``: most tokens of a sequence that steps in flight compute at the same time."""
+    ``pages_per_block``. ``most_tokens``: most tokens of a sequence that steps in flight compute at the same time.
+    ``latent``: the blocks of the full layers have latents."""
 
     num_pages: int
     pages_per_block: int
     windows: tuple[WindowShape, ...]
     most_tokens: int
+    latent: bool = False
+
+    @property
+    def kinds(self) -> tuple[GroupKind, ...]:
+        """What the blocks of each group hold, by its number on the wire."""
+        return ("latent" if self.latent else "full", *(one.kind for one in self.windows))
 
 
 class Member(Protocol):
@@ -282,7 +294,9 @@ class SharedHostTier(_Shared, HostTier):
             return super().came(locations, bad, request)
         self.counters.loaded += len(locations)
         self.counters.corrupt += len(bad)
+        self.tree.eviction_history.reason = "corrupt"
         for location in bad:
             assert location.node is not None
             self.snapshots[group - 1].spoilt(location.node)
+        self.tree.eviction_history.reason = "evicted"
         return ()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, takewhile
 
 from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import DEVICE, HOST, pack_int32s
+from pagewise_shared.protocol import DEVICE, HOST, GroupKind, pack_int32s
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.counters import MemoryCounters
@@ -104,6 +104,11 @@ class GroupedKVCacheManager(KVCacheManager):
         self.pool.offer(node)
         if self.host is not None:
             self.host.offer(node)
+
+    @property
+    def group_kinds(self) -> tuple[GroupKind, ...]:
+        """What the blocks of each group hold, by its number on the wire."""
+        return self.shape.kinds
 
     # ---- pages ---------------------------------------------------------------------------------------
 

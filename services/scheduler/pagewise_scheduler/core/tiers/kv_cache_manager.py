@@ -18,6 +18,7 @@ from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.pool import Pool
+from pagewise_scheduler.core.tiers.snapshot_watch import note_all, watch
 from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Tier
 from pagewise_scheduler.core.tiers.window_hooks import WindowHooks
 
@@ -77,6 +78,8 @@ class KVCacheManager(WindowHooks):
                 self.hashed[number] = below
         self.pool = self._make_pool(num_blocks, tree, policy, counters, below)
         self.tiers: dict[int, Pool] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}
+        for group in self.windows:
+            watch(group, self.eviction_history, counters, policy)
 
     def _make_pool(
         self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
@@ -336,8 +339,7 @@ class KVCacheManager(WindowHooks):
 
     def _reserve(self, count: int, tables: Sequence[BlockTable]) -> tuple[list[int], Copies]:
         """Take ``count`` blocks for ``tables``."""
-        eviction_history = self.eviction_history
-        eviction_history.taker, eviction_history.num_takers = tables[0].owner if tables else None, len(tables)
+        self.eviction_history.reserves_for(tables[0].owner if tables else None, len(tables))
         return self.pool.reserve(count)
 
     def free(self, table: BlockTable, in_flight_step: int | None, ending: int | None = None) -> None:
@@ -377,6 +379,7 @@ class KVCacheManager(WindowHooks):
         Tiers and nodes refer to each other, so without this they would stay until a garbage collection.
         """
         self.eviction_history.all_gone(self.pool.tree.roots, reason)
+        note_all(self.windows, self.eviction_history, self.pool.policy, reason)
         for tier in self.tiers.values():
             tier.close()
         self.pool.tree.unlink()

@@ -298,6 +298,7 @@ class Recoveries:
             held = iter(plan.windows(lacking))
             recovery.windows = [[] if one.blocks else next(held) for one in prefix.windows]
             recovery.loading = sum(map(len, recovery.windows))
+            self._kv.pool.counters.snapshots_loaded += sum(map(bool, recovery.windows))
         sequence.note(recovery)
         if locations or recovery.loading:
             recovery.active = True

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from pagewise_shared.protocol import GroupKind
+
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.tiers.tier import Copies, Location
@@ -16,6 +18,11 @@ class WindowHooks:
 
     windows: tuple[WindowGroup, ...] = ()
     pages_per_block = 1
+
+    @property
+    def group_kinds(self) -> tuple[GroupKind, ...]:
+        """What the blocks of each group hold, by its number on the wire."""
+        return ("full",)
 
     def restore_windows(self, path: list[CachedBlock]) -> None:
         """Let sequences begin behind the nodes of ``path`` whose windows are recoverable."""
