@@ -10,12 +10,14 @@ from pagewise_shared.protocol import DEVICE, HOST, pack_int32s
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.eviction_roles import Place
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, ArenaShape, SharedBlockPool, SharedHostTier
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.snapshot_places import SnapshotPlaces
 from pagewise_scheduler.core.tiers.snapshots import SnapshotPool, nearest_pool
 from pagewise_scheduler.core.tiers.states import StateGroup
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Location, Tier
@@ -39,6 +41,7 @@ class GroupedKVCacheManager(KVCacheManager):
     ) -> None:
         self.shape, self.pages_per_block = shape, shape.pages_per_block
         self.host: SharedHostTier | None = None
+        self._places = SnapshotPlaces(block_size)
         num_blocks = shape.num_pages // shape.pages_per_block
         super().__init__(num_blocks, block_size, lower, policy, demotion, model_fingerprint, salted=salted)
         lengths = range(0, (num_blocks + 1) * block_size, block_size)
@@ -323,17 +326,24 @@ class GroupedKVCacheManager(KVCacheManager):
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
 
-        They are at its end, and where it leaves the path of others, unless the snapshot at its end will do. States
-        serve one place alone, and the template often changes the last tokens of a prompt in the next one: so they are
-        kept one block before.
+        They are near its end, and where it leaves the path of others, unless the snapshot at its end will do.
         """
         end, begin = num_tokens // self.block_size, max(prefix.resume, len(prefix.blocks))
-        if end - begin > 1 and not any(group.margin for group in self.windows):
-            end -= 1
+        table.places, table.end = {prefix.junction: Place.JUNCTION}, end
+        states = next((group for group in self.windows if not group.margin), None)
+        if states is not None:
+            self._places.observe(prefix.path, begin, prefix.junction, states)
+            end -= self._places.before_end(end - begin)
         table.due = [begin] if begin and any(not one.blocks for one in prefix.windows) else []
         table.due += (
             [prefix.junction] if begin < prefix.junction < end - min(group.margin for group in self.windows) else []
         )
+        if states is not None:
+            first = max(begin, prefix.junction)
+            free = self._arena.num_free - self.num_missing(table, num_tokens)
+            inside = self._places.inside(first, end, states.spacing(end, end - first, free))
+            table.places |= dict.fromkeys(inside, Place.INSIDE)
+            table.due += inside
         table.due += [end] if begin < end else []
 
     def cache_full_blocks(
@@ -352,13 +362,15 @@ class GroupedKVCacheManager(KVCacheManager):
             depth = table.due.pop(0)
             node = next(one for one in ancestors(table.last_node) if one.depth == depth)
             for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(node, one)
+                group.take_snapshot(node, one, table.places.get(depth, Place.PROMPT))
+                if (snapshot := group.at.get(node)) is not None and snapshot.is_new:
+                    snapshot.tail = table.end - depth
 
     def take_snapshots(self, table: BlockTable) -> None:
         """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
         if table.last_node is not None and table.last_node.depth:
             for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(table.last_node, one)
+                group.take_snapshot(table.last_node, one, Place.ANSWER)
 
     # ---- growing and letting go ----------------------------------------------------------------------
 
@@ -367,15 +379,26 @@ class GroupedKVCacheManager(KVCacheManager):
     ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
         copies, added = list[BlockCopy](), list[tuple[int, int, int]]()
+        if table.due:
+            self._leave_out(table, num_tokens)
         for group, one in zip(self.windows, table.windows, strict=True):
             found, made = group.grow(one, start, num_tokens, in_flight_step, table.due)
             added += [(group.number, token, block) for token, block in found]
             copies += made
         return added, copies
 
+    def _leave_out(self, table: BlockTable, num_tokens: int) -> None:
+        """Take fewer snapshots inside of the prompt, where a step would need more blocks than a sequence may have."""
+        size = self.block_size
+        room = min(group.most_blocks - len(one.blocks) for group, one in zip(self.windows, table.windows, strict=True))
+        near = [depth for depth in table.due if depth * size < num_tokens]
+        for depth in [one for one in near if table.places.get(one) == Place.INSIDE][: max(0, len(near) - room)]:
+            table.due.remove(depth)
+
     def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
         self.take_snapshots(table)
         for group, one in zip(self.windows, table.windows, strict=True):
+            group.ended(ancestors(table.last_node))
             group.drop(one.blocks, in_flight_step)
             one.clear()
         table.due = []
