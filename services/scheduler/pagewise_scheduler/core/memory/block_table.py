@@ -102,7 +102,8 @@ class BlockTable:
     ``cache_salt``: whose cache it shares. ``last_node``: the node of the last block whose content is in the prefix
     tree; the tree owns the blocks up to it, the sequence alone owns the blocks after it. ``owner``: the request
     of the sequence. ``windows``: its tables in the groups of windowed layers. ``due``: the depths at which snapshots of
-    these are to be taken while its prompt is computed, in order; ``places``: why, for some of them. ``end``: full blocks of its prompt.
+    these are to be taken while its prompt is computed, in order; ``places``: why, for some of them. ``end``: full
+    blocks of its prompt.
     """
 
     __slots__ = ("block_size", "blocks", "cache_salt", "due", "end", "last_node", "owner", "places", "windows")

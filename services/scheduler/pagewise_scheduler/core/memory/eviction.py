@@ -70,7 +70,7 @@ class EvictionPolicy(Protocol):
     """Orders blocks that may be evicted. ``learns``: whether it wants to hear of uses.
 
     Blocks of one group are evicted in an order that does not change while they wait. The group whose first block has
-    the lowest value at that time gives up this block next. ``roles``: what is known of uses of snapshots by their roles.
+    the lowest value at that time gives up this block next. ``roles``: the uses of snapshots by their roles.
     """
 
     learns: bool

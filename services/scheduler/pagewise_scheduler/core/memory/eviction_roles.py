@@ -11,13 +11,14 @@ from enum import IntEnum
 
 
 class Place(IntEnum):
-    """Why a snapshot was taken."""
+    """Why a snapshot was taken: at the end of a prompt or an answer; where a prompt left another one in its inside, or
+    near its end; inside of a prompt."""
 
     PROMPT = 0
     ANSWER = 1
     JUNCTION = 2
-    INSIDE = 3
-    DECLARED = 4
+    LEFT = 3
+    INSIDE = 4
 
 
 _MOST_USES = 2
@@ -58,7 +59,7 @@ class RoleHistory:
         self._uses[number] += 1.0
 
     def kept(self, number: int, expected: float) -> None:
-        """A snapshot of a role was kept for as long as lets expect so many uses."""
+        """A snapshot of a role was kept for so long that the class of its block lets expect so many uses."""
         self._expected[number] += expected
         if self._expected[number] > _MOST_EXPECTED:
             self._uses[number] /= 2

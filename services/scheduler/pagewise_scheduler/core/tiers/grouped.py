@@ -41,7 +41,6 @@ class GroupedKVCacheManager(KVCacheManager):
     ) -> None:
         self.shape, self.pages_per_block = shape, shape.pages_per_block
         self.host: SharedHostTier | None = None
-        self._places = SnapshotPlaces(block_size)
         num_blocks = shape.num_pages // shape.pages_per_block
         super().__init__(num_blocks, block_size, lower, policy, demotion, model_fingerprint, salted=salted)
         lengths = range(0, (num_blocks + 1) * block_size, block_size)
@@ -72,6 +71,7 @@ class GroupedKVCacheManager(KVCacheManager):
         self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
     ) -> BlockPool:
         shape, self._arena = self.shape, Arena(self.shape.num_pages)
+        self._places = SnapshotPlaces(self.block_size, policy, self._arena)
         pool = SharedBlockPool(num_blocks, tree, policy, counters, below)
         pool.share(self._arena, shape.pages_per_block, self._forget_snapshots, self.can_begin)
         changed = self._windows_changed
@@ -326,25 +326,10 @@ class GroupedKVCacheManager(KVCacheManager):
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
 
-        They are near its end, and where it leaves the path of others, unless the snapshot at its end will do.
+        They are near its end, where it leaves the path of others, and inside of what is new (see ``SnapshotPlaces``).
         """
-        end, begin = num_tokens // self.block_size, max(prefix.resume, len(prefix.blocks))
-        table.places, table.end = {prefix.junction: Place.JUNCTION}, end
-        states = next((group for group in self.windows if not group.margin), None)
-        if states is not None:
-            self._places.observe(prefix.path, begin, prefix.junction, states)
-            end -= self._places.before_end(end - begin)
-        table.due = [begin] if begin and any(not one.blocks for one in prefix.windows) else []
-        table.due += (
-            [prefix.junction] if begin < prefix.junction < end - min(group.margin for group in self.windows) else []
-        )
-        if states is not None:
-            first = max(begin, prefix.junction)
-            free = self._arena.num_free - self.num_missing(table, num_tokens)
-            inside = self._places.inside(first, end, states.spacing(end, end - first, free))
-            table.places |= dict.fromkeys(inside, Place.INSIDE)
-            table.due += inside
-        table.due += [end] if begin < end else []
+        begin, free = max(prefix.resume, len(prefix.blocks)), self._arena.num_free - self.num_missing(table, num_tokens)
+        self._places.choose(table, prefix, begin, num_tokens // self.block_size, self.windows, free)
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
@@ -380,20 +365,12 @@ class GroupedKVCacheManager(KVCacheManager):
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
         copies, added = list[BlockCopy](), list[tuple[int, int, int]]()
         if table.due:
-            self._leave_out(table, num_tokens)
+            self._places.leave_out(table, num_tokens, self.windows)
         for group, one in zip(self.windows, table.windows, strict=True):
             found, made = group.grow(one, start, num_tokens, in_flight_step, table.due)
             added += [(group.number, token, block) for token, block in found]
             copies += made
         return added, copies
-
-    def _leave_out(self, table: BlockTable, num_tokens: int) -> None:
-        """Take fewer snapshots inside of the prompt, where a step would need more blocks than a sequence may have."""
-        size = self.block_size
-        room = min(group.most_blocks - len(one.blocks) for group, one in zip(self.windows, table.windows, strict=True))
-        near = [depth for depth in table.due if depth * size < num_tokens]
-        for depth in [one for one in near if table.places.get(one) == Place.INSIDE][: max(0, len(near) - room)]:
-            table.due.remove(depth)
 
     def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
         self.take_snapshots(table)

@@ -11,14 +11,12 @@ host memory snapshots of one path share the blocks that they have in common, whi
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
-from math import inf
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, EvictionQueue
-from pagewise_scheduler.core.memory.eviction_roles import Place, role
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape
 from pagewise_scheduler.core.tiers.snapshot import Snapshot, SnapshotValues
@@ -68,6 +66,7 @@ class SnapshotPool:
         self._queue = EvictionQueue[Snapshot](self._values, self._rank, pops_between_looks=1)
         self._num_changes = 0  # snapshots that were added
         self._looked = 0
+        self._num_uses: dict[CachedBlock, int] = {}  # of dropped snapshots, at nodes whose blocks are there
         # Below the device: the block that holds a node's tokens, and the node of each block.
         self._block_of: dict[CachedBlock, int] = {}
         self._node_of: dict[int, CachedBlock] = {}
@@ -176,6 +175,7 @@ class SnapshotPool:
         self.at |= dict.fromkeys(snapshot.points, snapshot)
         for block in snapshot.blocks:
             self._snapshots[block] += 1
+        snapshot.num_uses = max(snapshot.num_uses, self._num_uses.pop(snapshot.node, 0))
         self._num_changes += 1
         self._link(snapshot)
         self._use(snapshot)
@@ -213,11 +213,8 @@ class SnapshotPool:
         if snapshot.looked == self._num_changes:
             before = snapshot.living_before()
         else:
-            points = snapshot.points
-            before = next(
-                (one for node in ancestors(points[-1].parent) if (one := self.at.get(node)) is not None), None
-            )
-            snapshot.looked = self._num_changes
+            near = (self.at.get(node) for node in ancestors(snapshot.points[-1].parent))
+            before, snapshot.looked = next((one for one in near if one is not None), None), self._num_changes
         if before is snapshot.before:
             return False
         known, snapshot.before = snapshot.living_before(), before
@@ -231,15 +228,16 @@ class SnapshotPool:
         """So many snapshots more are behind a snapshot."""
         if snapshot is None or not number:
             return
-        if not snapshot.num_behind or snapshot.num_behind + number == 0:
+        is_other = not snapshot.num_behind or snapshot.num_behind + number == 0
+        if is_other:
             self._count_kept(snapshot)
-            snapshot.num_behind += number
+        snapshot.num_behind += number
+        if is_other:
             self._push(snapshot)
-        else:
-            snapshot.num_behind += number
 
     def forget(self, node: CachedBlock) -> None:
         """No sequence can begin behind a node any more: its block lies in no tier."""
+        self._num_uses.pop(node, None)
         if (snapshot := self.at.pop(node, None)) is not None:
             snapshot.points.remove(node)
             if not snapshot.points:
@@ -254,6 +252,8 @@ class SnapshotPool:
 
     def _drop_snapshot(self, snapshot: Snapshot) -> None:
         self._count_kept(snapshot)
+        if snapshot.num_uses and snapshot.node.num_tiers:
+            self._num_uses[snapshot.node] = snapshot.num_uses
         before = snapshot.before = snapshot.living_before()
         points, snapshot.points = snapshot.points, []
         for node in points:
@@ -306,22 +306,6 @@ class SnapshotPool:
         have no snapshot."""
         near = takewhile(lambda one: self.first_needed(one.depth * self.block_size) >= first, ancestors(node))
         return [one for one in near if one not in self.at]
-
-    # ---- places --------------------------------------------------------------------------------------
-
-    def spacing(self, depth: int, num_blocks: int, num_free: int) -> float:
-        """Blocks between snapshots inside of a prompt at which each is worth its pages.
-
-        ``depth``: of the prompt. ``num_blocks``: between its other snapshots. ``num_free``: free pages that it leaves.
-        """
-        if not self._policy.learns:
-            return inf
-        if (most := num_free // self.pages_per_block) > 0:
-            return num_blocks / (most + 1)
-        fresh = CachedBlock(None, b"", ())
-        fresh.block, fresh.depth, fresh.last_used = 0, depth, self._policy.tick()
-        saved = self._policy.value(fresh) * self.roles.share(role(Place.INSIDE, 0, followed=True))
-        return self._arena.price * self.pages_per_block / saved
 
     # ---- eviction ------------------------------------------------------------------------------------
 
