@@ -10,12 +10,14 @@ from pagewise_shared.protocol import DEVICE, HOST, GroupKind, pack_int32s
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.eviction_roles import Place
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, ArenaShape, SharedBlockPool, SharedHostTier
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.snapshot_places import SnapshotPlaces
 from pagewise_scheduler.core.tiers.snapshots import SnapshotPool, nearest_pool
 from pagewise_scheduler.core.tiers.states import StateGroup
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, DemotionPolicy, Location, Tier
@@ -69,6 +71,7 @@ class GroupedKVCacheManager(KVCacheManager):
         self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
     ) -> BlockPool:
         shape, self._arena = self.shape, Arena(self.shape.num_pages)
+        self._places = SnapshotPlaces(self.block_size, policy, self._arena)
         pool = SharedBlockPool(num_blocks, tree, policy, counters, below)
         pool.share(self._arena, shape.pages_per_block, self._forget_snapshots, self.can_begin)
         changed = self._windows_changed
@@ -328,18 +331,10 @@ class GroupedKVCacheManager(KVCacheManager):
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
 
-        They are at its end, and where it leaves the path of others, unless the snapshot at its end will do. States
-        serve one place alone, and the template often changes the last tokens of a prompt in the next one: so they are
-        kept one block before.
+        They are near its end, where it leaves the path of others, and inside of what is new (see ``SnapshotPlaces``).
         """
-        end, begin = num_tokens // self.block_size, max(prefix.resume, len(prefix.blocks))
-        if end - begin > 1 and not any(group.margin for group in self.windows):
-            end -= 1
-        table.due = [begin] if begin and any(not one.blocks for one in prefix.windows) else []
-        table.due += (
-            [prefix.junction] if begin < prefix.junction < end - min(group.margin for group in self.windows) else []
-        )
-        table.due += [end] if begin < end else []
+        begin, free = max(prefix.resume, len(prefix.blocks)), self._arena.num_free - self.num_missing(table, num_tokens)
+        self._places.choose(table, prefix, begin, num_tokens // self.block_size, self.windows, free)
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
@@ -357,13 +352,15 @@ class GroupedKVCacheManager(KVCacheManager):
             depth = table.due.pop(0)
             node = next(one for one in ancestors(table.last_node) if one.depth == depth)
             for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(node, one)
+                group.take_snapshot(node, one, table.places.get(depth, Place.PROMPT))
+                if (snapshot := group.at.get(node)) is not None and snapshot.is_new:
+                    snapshot.tail = table.end - depth
 
     def take_snapshots(self, table: BlockTable) -> None:
         """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
         if table.last_node is not None and table.last_node.depth:
             for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(table.last_node, one)
+                group.take_snapshot(table.last_node, one, Place.ANSWER)
 
     # ---- growing and letting go ----------------------------------------------------------------------
 
@@ -372,6 +369,8 @@ class GroupedKVCacheManager(KVCacheManager):
     ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
         copies, added = list[BlockCopy](), list[tuple[int, int, int]]()
+        if table.due:
+            self._places.leave_out(table, num_tokens, self.windows)
         for group, one in zip(self.windows, table.windows, strict=True):
             found, made = group.grow(one, start, num_tokens, in_flight_step, table.due)
             added += [(group.number, token, block) for token, block in found]
@@ -381,6 +380,7 @@ class GroupedKVCacheManager(KVCacheManager):
     def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
         self.take_snapshots(table)
         for group, one in zip(self.windows, table.windows, strict=True):
+            group.ended(ancestors(table.last_node))
             group.drop(one.blocks, in_flight_step)
             one.clear()
         table.due = []
