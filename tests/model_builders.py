@@ -128,7 +128,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "head_dim": 16,
             "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
             "attention_k_eq_v": True,
             "sliding_window": 9,
             "num_hidden_layers": 6,
@@ -353,7 +354,9 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("sinks", "experts.gate_up_proj_bias", "experts.down_proj_bias", "router.bias")):
+            if family == "gemma4_moe" and parameter_name.endswith("k_norm.weight"):
+                parameter.uniform_(0.5, 1.5)  # keys are values times this weight
+            elif parameter_name.endswith(("sinks", "experts.gate_up_proj_bias", "experts.down_proj_bias", "router.bias")):
                 parameter.normal_()
             elif parameter.ndim >= 2:
                 parameter.mul_(5.0)
