@@ -354,12 +354,12 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if family == "gemma4_moe" and parameter_name.endswith("k_norm.weight"):
-                parameter.uniform_(0.5, 1.5)  # keys are values times this weight
-            elif parameter_name.endswith(("sinks", "experts.gate_up_proj_bias", "experts.down_proj_bias", "router.bias")):
+            if parameter_name.endswith(("sinks", "experts.gate_up_proj_bias", "experts.down_proj_bias", "router.bias")):
                 parameter.normal_()
             elif parameter.ndim >= 2:
                 parameter.mul_(5.0)
+            elif family == "gemma4_moe" and parameter_name.endswith("k_norm.weight"):
+                parameter.uniform_(0.5, 1.5)  # keys are values times this weight
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     model.save_pretrained(path)
     return model.eval()

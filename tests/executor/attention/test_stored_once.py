@@ -15,7 +15,6 @@ from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_family, check_mixture, check_recovery
 from tests.executor.ranks.groups import ThreadGroup
 from tests.executor.references import reference
-from tests.executor.runners import build_runner, peers_at
 from tests.model_builders import build_model
 
 WINDOWED, FULL = (4, 16), (2, 40, 32, 32)

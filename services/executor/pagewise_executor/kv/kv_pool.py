@@ -106,9 +106,7 @@ class KVPool:
         layers, rest = len(shapes), iter(views)
         stored = list(zip(shapes, itertools.islice(rest, layers), strict=True))
         self.keys = [vectors[..., : shape[3] if len(shape) == 4 else shape[1]] for shape, vectors in stored]
-        self.values = [
-            next(rest) if len(shape) == 2 else vectors[..., -shape[2] :] for shape, vectors in stored
-        ]
+        self.values = [next(rest) if len(shape) == 2 else vectors[..., -shape[2] :] for shape, vectors in stored]
         scales = list(rest)
         self.scales: list[Scales | None] = [
             Scales(scales[layer], scales[layers + layer]) if scales else None for layer in range(layers)
