@@ -21,6 +21,7 @@ import transformers
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.aliases import ALIASES
+from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.support import SERVED, attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.text_part import text_part
@@ -128,6 +129,7 @@ def memory_table() -> str:
     rows = []
     for name, (kind, sizes) in REAL.items():
         (model, recurrent), text = _tried(causal_lms()[kind](**sizes), torch.bfloat16)
+        store_once(model)
         modules = attention_modules(name, model, text)
         layers = [attention_shape(one, text, torch.bfloat16) for one in modules]
         kept = [layers[source] for source in sorted(set(kv_sources(modules, text)))]

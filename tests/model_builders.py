@@ -128,7 +128,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "head_dim": 16,
             "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
             "attention_k_eq_v": True,
             "sliding_window": 9,
             "num_hidden_layers": 6,
@@ -371,6 +372,8 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
                 parameter.normal_()
             elif parameter.ndim >= 2:
                 parameter.mul_(5.0)
+            elif family == "gemma4_moe" and parameter_name.endswith("k_norm.weight"):
+                parameter.uniform_(0.5, 1.5)  # keys are values times this weight
     model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=2)
     model.save_pretrained(path)
     return model.eval()

@@ -34,7 +34,12 @@ def _model(*layers: tuple[int, KVLayerKind], before: int = 0) -> Model:
 
 MODELS = {
     "Gemma 3 27B": _model((10, KVLayerKind((16, 128))), (52, KVLayerKind((16, 128), 1024))),
-    "Gemma 4 31B": _model((10, KVLayerKind((4, 512))), (50, KVLayerKind((16, 256), 1024))),
+    # Of the first ten, K and V of 512 numbers each overlap in a vector of 640.
+    "Gemma 4 31B": _model(
+        (10, KVLayerKind((4, 640, 512, 512))),
+        (50, KVLayerKind((16, 256), 1024)),
+        before=(10 * 4 * 512 + 50 * 16 * 256) * 2 * 2,
+    ),
     "gpt-oss-20b": _model((12, KVLayerKind((8, 64))), (12, KVLayerKind((8, 64), 128))),
     "gpt-oss-120b": _model((18, KVLayerKind((8, 64))), (18, KVLayerKind((8, 64), 128))),
     # Expanded, 128 heads have keys of 192 numbers and values of 128.

@@ -21,7 +21,8 @@ class KVLayer:
     """``keys`` and ``values`` [num_blocks, block_size, kv_heads, head_dim], of equal strides; the scales of float8 KV.
 
     A layer of latents (MLA) keeps one vector per token: ``values`` are views of the last ``latent`` elements of each
-    key, so that writing the keys writes them as well. In other layers ``latent`` is 0.
+    key, so that writing the keys writes them as well. In other layers ``latent`` is 0. There the end of a key and the
+    beginning of its value may be the same ``shared`` elements, to which both write the same numbers.
 
     They are checked here, once for a pool, and not at each launch. ``strides``: of a block, a token and a head;
     ``scale_strides``: the same of the scales, or zeros. ``scale_pointers``: the scales, or placeholders.
@@ -37,6 +38,7 @@ class KVLayer:
     kv_heads: int = field(init=False)
     head_dim: int = field(init=False)
     latent: int = field(init=False)
+    shared: int = field(init=False)
     dtype: torch.dtype = field(init=False)
     strides: tuple[int, ...] = field(init=False)
     scale_strides: tuple[int, ...] = field(init=False)
@@ -65,6 +67,8 @@ class KVLayer:
             )
         _, self.block_size, self.kv_heads, self.head_dim = keys.shape
         self.latent = values.shape[3] if values.shape[3] < self.head_dim else 0
+        distance = (values.data_ptr() - keys.data_ptr()) // keys.itemsize
+        self.shared = self.head_dim - distance if not self.latent and 0 < distance < self.head_dim else 0
         self.dtype, self.strides, self.scale_strides = keys.dtype, keys.stride()[:3], (0, 0, 0)
         self.scale_pointers = Scales(keys, values)
         if self.scales is not None:

@@ -5,8 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_executor.device_defaults import STEPS_IN_FLIGHT
+<<<<<<< HEAD
 from pagewise_executor.group_choice import groups_of
 from pagewise_executor.kv.layer_groups import Group, KVLayerKind, PageLayout, StateGroup, page_layout, single_group
+=======
+from pagewise_executor.kv.kv_pool import KVShape
+from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
+>>>>>>> kvonce
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT
@@ -18,7 +23,7 @@ def layout_of(kinds: list[KVLayerKind], max_model_len: int = 131072) -> PageLayo
 
 
 def alternating(
-    full: int, windowed: int, shape: tuple[int, int], window: int, full_shape: tuple[int, int] | None = None
+    full: int, windowed: int, shape: KVShape, window: int, full_shape: KVShape | None = None
 ) -> list[KVLayerKind]:
     return [KVLayerKind(full_shape or shape)] * full + [KVLayerKind(shape, window)] * windowed
 
@@ -40,6 +45,30 @@ def test_pages_waste_at_most_2_percent(kinds: list[KVLayerKind], pages: tuple[in
     assert layout.waste <= 0.02
     assert tuple(group.pages_per_block for group in layout.groups) == pages
     assert sorted(index for group in layout.groups for index in group.layers) == list(range(len(kinds)))
+
+
+@pytest.mark.parametrize(
+    ("both", "once", "pages", "shares"),
+    [
+        pytest.param(
+            alternating(10, 50, (16, 256), 1024, (4, 512)), alternating(10, 50, (16, 256), 1024, (4, 640, 512, 512)),
+            (1, 17), (1.03, 0.95, 0.67), id="Gemma 4 31B",
+        ),
+        pytest.param(
+            alternating(5, 25, (8, 256), 1024, (2, 512)), alternating(5, 25, (8, 256), 1024, (2, 640, 512, 512)),
+            (1, 13), (0.94, 0.88, 0.69), id="Gemma 4 26B",
+        ),
+    ],
+)  # fmt: skip
+def test_layers_that_store_k_and_v_once_save_memory_though_pages_do_not_fit(
+    both: list[KVLayerKind], once: list[KVLayerKind], pages: tuple[int, ...], shares: tuple[float, ...]
+) -> None:
+    before, after = layout_of(both), layout_of(once)
+    assert before is not None
+    assert after is not None
+    assert tuple(group.pages_per_block for group in after.groups) == pages
+    for tokens, most in zip((1024, 4096, 131_072), shares, strict=True):
+        assert after.pages_for(tokens) * after.page_bytes <= most * before.pages_for(tokens) * before.page_bytes
 
 
 def test_states_lie_in_pages_of_the_other_layers() -> None:

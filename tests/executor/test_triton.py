@@ -109,7 +109,7 @@ def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path, device: torch
         *("llama", "qwen3_moe", "gpt_oss"),
         *(
             pytest.param(one, marks=pytest.mark.long)
-            for one in ("mistral", "qwen3", "gemma2", "gemma4", "llama4", "gpt2", "mixtral", "qwen2_moe")
+            for one in ("mistral", "qwen3", "gemma2", "gemma4", "gemma4_moe", "llama4", "gpt2", "mixtral", "qwen2_moe")
         ),
     ],
 )

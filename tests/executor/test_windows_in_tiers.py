@@ -30,7 +30,7 @@ from tests.model_builders import VOCAB_SIZE, build_model, model_fixture
 LENGTHS = (100, 41, 64)
 
 
-FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3", "ministral")
+FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3", "ministral", "gemma4_moe")
 LONG = FAMILIES[4:]
 
 

@@ -19,7 +19,8 @@ class AttentionShape:
     ``dtype``: of the model. ``sinks``: each query head has an attention sink. ``attention_chunk``: contexts are cut
     into chunks of so many tokens, and a query sees the tokens of its own chunk only; None: it sees all of them.
     ``latent``: of layers that keep one latent per token (MLA), the number of elements at the end of a key that are its
-    value, and are stored once; 0: K and V are stored beside each other.
+    value, and are stored once; 0: K and V are stored beside each other. ``shared``: of layers whose keys and values
+    overlap in memory (``StoredOnce``), the number of elements at the end of a key that begin its value; 0: none.
     """
 
     heads: int
@@ -32,10 +33,13 @@ class AttentionShape:
     sinks: bool = False
     attention_chunk: int | None = None
     latent: int = 0
+    shared: int = 0
 
     @property
     def kv_shape(self) -> KVShape:
         """The shape of these layers in a KV pool."""
+        if self.shared:
+            return (self.kv_heads, 2 * self.head_dim - self.shared, self.head_dim, self.head_dim)
         return (self.kv_heads, self.head_dim, self.latent) if self.latent else (self.kv_heads, self.head_dim)
 
 

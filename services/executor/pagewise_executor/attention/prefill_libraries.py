@@ -239,6 +239,8 @@ def begins(sizes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 def _unsupported(shape: AttentionShape) -> str:
     if shape.dtype not in _HALVES:
         return f"it computes in bfloat16 and float16, not in {str(shape.dtype).removeprefix('torch.')}"
+    if shape.shared:
+        return "it is not tried with keys and values that overlap"
     return "it is called without attention sinks" if shape.sinks else ""
 
 

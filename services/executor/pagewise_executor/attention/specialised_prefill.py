@@ -51,8 +51,9 @@ class SpecialisedPrefill(PrefillLibrary):
         """Return why the kernel cannot compute such layers here, found by a trial the first time; empty if it can."""
         from pagewise_kernels.attention.specialised import specialised_error
 
-        if (shape.window, shape.softcap, shape.sinks, shape.attention_chunk) != (None, None, False, None):
-            return "it has no windows, caps, sinks and attention chunks"
+        others = (shape.window, shape.softcap, shape.attention_chunk, shape.sinks, shape.shared)
+        if any(others):
+            return "it has no windows, caps, sinks, attention chunks, and keys that overlap with values"
         size, device = self.block_size, self.device
         error = specialised_error(shape.heads, shape.kv_heads, shape.head_dim, size, shape.dtype, device)
         return error or _trial_error(shape, size, device)

@@ -119,7 +119,7 @@ class TritonStep:
         if self.chunks and kind not in self.prefill_plans:
             shape = AttentionShape(
                 kind.heads, kind.kv_heads, kind.head_dim, q.dtype, scale, window, softcap, sinks is not None,
-                kind.attention_chunk,
+                kind.attention_chunk, shared=layer.shared,
             )  # fmt: skip
             library = self.backend.library_for(kind, shape)
         if library is not None:

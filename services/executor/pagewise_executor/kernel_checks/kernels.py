@@ -49,6 +49,7 @@ def _write_kv(use: KernelUse) -> Iterator[Compared]:
         layer, slots = empty_layer(use, shape, 4), use.ints(2 * use.block_size + 1, 0, use.block_size - 1)
         k, v = (use.draw(len(slots), shape.kv_heads, shape.head_dim, seed=seed) for seed in range(2))
         v = k[..., -shape.latent :] if shape.latent else v
+        v[..., : shape.shared] = k[..., shape.head_dim - shape.shared :]
         write_kv(k, v, layer, slots)
         for found, expected in zip(stored_in(layer), (k, v), strict=True):
             yield Compared(found.flatten(0, 1)[slots], expected, TOLERANCE[use.kv_dtype])

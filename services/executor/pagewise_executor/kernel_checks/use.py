@@ -129,6 +129,7 @@ def typical_use(device: torch.device) -> KernelUse:
         (
             AttentionShape(heads, kv_heads, head_dim, dtype, head_dim**-0.5),
             AttentionShape(heads, 1, rotated + latent, dtype, head_dim**-0.5, latent=latent),
+            AttentionShape(heads, kv_heads, head_dim, dtype, head_dim**-0.5, shared=head_dim // 4 * 3),
         ),
         writes_kv=True, hidden_size=hidden, gate_up=gate_up, has_head_norm=True, adapter_rank=1,
         rotation=KeyRotation(torch.arange(head_dim // 2, device=device) / head_dim), deterministic=True,

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 Raw = Any
 """Bytes of blocks: a numpy array on the CPU, else a tensor. Both are indexed alike."""
 
-KVShape = tuple[int, int] | tuple[int, int, int]
-"""KV heads and head size of a layer; and in a layer of latents the size of its values: see ``KVPool``."""
+KVShape = tuple[int, int] | tuple[int, int, int] | tuple[int, int, int, int]
+"""KV heads and head size of a layer; if it keeps one vector for key and value, the size of the vector, that of values,
+and that of keys unless they are the whole vector: see ``KVPool``."""
 BlockIds = npt.NDArray[np.int32]
 Layout = Literal["layers", "blocks", "tokens"]
 
@@ -61,8 +62,9 @@ class _Part:
 class KVPool:
     """K and V of all layers: ``num_blocks`` blocks of ``block_size`` tokens.
 
-    ``shapes``: of each layer, KV heads and their dimension, and in a layer of latents (MLA) as a third number how many
-    elements at the end of a key are the value, which is stored as a part of the key only.
+    ``shapes``: of each layer, KV heads and their dimension. A layer of latents (MLA) has a third number: so many
+    elements at the end of a key are the value, which is stored as a part of the key only. A layer whose keys and values
+    overlap has a fourth: so many elements at the beginning of a vector are the key.
 
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
     ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None. ``layers``: keys, values and
@@ -102,11 +104,9 @@ class KVPool:
             views = self._together([part for group in groups for part in group], layout == "tokens")
         # The views of each group: keys of all layers, then values of the layers that store them.
         layers, rest = len(shapes), iter(views)
-        self.keys = list(itertools.islice(rest, layers))
-        self.values = [
-            keys[..., -shape[-1] :] if is_latent(shape) else next(rest)
-            for shape, keys in zip(shapes, self.keys, strict=True)
-        ]
+        stored = list(zip(shapes, itertools.islice(rest, layers), strict=True))
+        self.keys = [vectors[..., : shape[3] if len(shape) == 4 else shape[1]] for shape, vectors in stored]
+        self.values = [next(rest) if len(shape) == 2 else vectors[..., -shape[2] :] for shape, vectors in stored]
         scales = list(rest)
         self.scales: list[Scales | None] = [
             Scales(scales[layer], scales[layers + layer]) if scales else None for layer in range(layers)
@@ -231,14 +231,9 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def is_latent(shape: KVShape) -> bool:
-    """Return whether a layer of this shape stores its values as a part of its keys."""
-    return len(shape) == 3
-
-
 def _parts(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:
     """Return the parts of a block in groups: K and V of all layers, and with float8 their scales."""
-    stored = [*shapes, *(shape for shape in shapes if not is_latent(shape))]
+    stored = [*shapes, *(shape for shape in shapes if len(shape) == 2)]
     groups = [[_Part((block_size, shape[0], shape[1]), dtype) for shape in stored]]
     if dtype == FP8:
         groups.append([_Part((block_size, shape[0]), torch.float32) for shape in stored])

@@ -67,9 +67,10 @@ def _candidates(model: torch.nn.Module) -> list[KeyRotation]:
     found: list[torch.Tensor] = []
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq") and buffer.dim() == 1:
-            frequencies = buffer.float()
-            if not any(torch.equal(frequencies, other) for other in found):
-                found.append(frequencies)
+            # Of keys that are stored once with their values, the pairs that are rotated come first.
+            for frequencies in buffer.float(), buffer.float()[buffer != 0]:
+                if not any(torch.equal(frequencies, other) for other in found):
+                    found.append(frequencies)
     return [KeyRotation(torch.zeros(0, device=next(model.parameters()).device))] + [
         KeyRotation(one, interleaved) for one in found for interleaved in (False, True)
     ]

@@ -289,6 +289,7 @@ def attention_shape(module: Any, text: Any, dtype: torch.dtype) -> AttentionShap
         softcap=getattr(module, "attn_logit_softcapping", None),
         sinks=getattr(module, "sinks", None) is not None,
         attention_chunk=int(whole.attention_chunk_size) if _kind(module, text) == "chunked_attention" else None,
+        shared=module.stored_once.shared if hasattr(module, "stored_once") else 0,
     )
 
 

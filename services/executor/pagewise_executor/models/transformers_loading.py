@@ -17,6 +17,7 @@ from pagewise_shared.progress import logged_bar
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.aliases import config_of_alias
 from pagewise_executor.models.attention_temperature import fix_temperature
+from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import absorb_latents, register_mistral4
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
 from pagewise_executor.models.mxfp4 import joined
@@ -122,6 +123,8 @@ def load_with_transformers(
     fix_temperature(config.model, model)
     check_values(config.model, dict(model.named_parameters()), headers)
     absorb_latents(model)
+    if config.kv_dtype != "fp8":
+        store_once(model)
     return model, shards, rope
 
 
