@@ -1,5 +1,7 @@
 """Recurrent layers in C against oracles in float64 and transformers' functions, in every build."""
 
+import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -143,10 +145,11 @@ class Layer:
         return out if weights.gate_first else out * gate
 
     def found(
-        self, rows: torch.Tensor, *, apart: bool = True, begins: bool = False, cuts: tuple[int, ...] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, rows: torch.Tensor, *, apart: bool = True, begins: bool = False, writes: bool = True,
+        cuts: tuple[int, ...] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Outputs, conv states and states by the operation. ``apart``: it writes other blocks than it reads.
-        ``begins``: there are no states. ``cuts``: where the tokens are cut."""
+        ``begins``: there are no states. ``writes``: new states are written. ``cuts``: where the tokens are cut."""
         count, tokens = rows.shape[:2]
         page, kind = self.shape.page, rows.dtype
         starts = 12, 12 + self.conv[0].numel() * kind.itemsize + 8
@@ -169,7 +172,7 @@ class Layer:
         source: torch.Tensor | None = None if begins else read
         for first, last in zip((0, *cuts), (*cuts, tokens), strict=True):
             part = places[:, first:last].contiguous()
-            self.step.compute(flat, part, Blocks(memory, source, written, *starts), outputs)
+            self.step.compute(flat, part, Blocks(memory, source, written if writes else None, *starts), outputs)
             source = written
         after, results = memory[written].flatten(1), []
         for start, state in zip(starts, (self.conv.to(kind), self.state), strict=True):
@@ -242,6 +245,17 @@ def test_bfloat16_is_computed_in_float32(shape: Shape, kind: Kind) -> None:
     assert torch.equal(state, expected[2])
 
 
+@pytest.mark.parametrize("kind", ["delta", "mamba", "conv"])
+@pytest.mark.parametrize("begins", [True, False])
+def test_states_stay_as_they_are_where_none_are_written(kind: Kind, begins: bool) -> None:
+    layer = Layer(SHAPES[2], kind, "head")
+    rows = layer.rows()
+    out, conv, state = layer.found(rows, begins=begins, writes=False, apart=False)
+    assert torch.equal(out, layer.found(rows, begins=begins)[0])
+    assert torch.equal(conv, layer.conv)
+    assert torch.equal(state, layer.state)
+
+
 def mixed_of(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
     """What the convolution gives [sequences, tokens, channels]."""
     inputs = torch.cat([layer.conv, rows[..., layer.places.conv].transpose(1, 2)], dim=2)
@@ -274,10 +288,13 @@ def test_the_delta_rules_are_those_of_transformers(kind: Kind, tokens: int) -> N
     torch.testing.assert_close(out, expected.flatten(2), atol=5e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("limits", [(0.0, math.inf), (0.3, 1.5)])
 @pytest.mark.parametrize("tokens", [1, 7, 64, 130])
-def test_mamba_2_is_that_of_transformers(tokens: int) -> None:
+def test_mamba_2_is_that_of_transformers(tokens: int, limits: tuple[float, float]) -> None:
     shape = Shape(3, tokens, 4, 2, 24, 40, 4, 4, 4096)
     layer = Layer(shape, "mamba", "none")
+    limited = dataclasses.replace(layer.weights, dt_limits=limits)
+    layer.step = RecurrentStep(limited, layer.places, layer.state_shape, shape.kept)
     rows = layer.rows()
     rows[..., layer.places.gate] = 30.0
     out, _, state = layer.found(rows)
@@ -297,7 +314,8 @@ def test_mamba_2_is_that_of_transformers(tokens: int) -> None:
         expected, expected_state = mamba2_chunk_scan(
             value.view(3, tokens, *sizes), decay, rate,
             *(x.view(3, tokens, shape.groups, shape.key) for x in (key, query)), 16, D=weights.skip,
-            dt_bias=weights.dt_bias, dt_softplus=True, initial_states=layer.state, return_final_states=True,
+            dt_bias=weights.dt_bias, dt_softplus=True, initial_states=layer.state, dt_limit=limits,
+            return_final_states=True,
         )  # fmt: skip
     torch.testing.assert_close(state, expected_state, atol=5e-5, rtol=1e-4)
     torch.testing.assert_close(out / 30, expected.flatten(2), atol=2e-4, rtol=1e-3)
@@ -337,7 +355,7 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="rows that are not among the 1"):
             compute(row, rows + wrong, Blocks(memory, pages, pages, 0, 4096))
     for blocks in (Blocks(memory, pages, pages, 0, 1 << 16), Blocks(memory, pages, pages[:0], 0, 4096)):
-        with pytest.raises(ValueError, match="do not fit the blocks"):
+        with pytest.raises(ValueError, match="do not fit blocks"):
             compute(row, rows, blocks)
     with pytest.raises(ValueError, match="rows of 9"):
         compute(row[:, :9], rows, Blocks(memory, pages, pages, 0, 4096))

@@ -103,7 +103,7 @@ class RecurrenceArguments(ctypes.Structure):
         (_LONG, "num_rows row_stride num_pages page_bytes pages_per_block conv_start state_start"),
         (_LONG, "sequences tokens channels width kept conv_silu heads key_heads key value decay_by_key"),
         (_LONG, "inner values_from norm_size gate gate_first bf16"),
-        (ctypes.c_float, "beta_scale eps"),
+        (ctypes.c_float, "beta_scale eps dt_least dt_most"),
         (_LONG, "threads"),
         (_POINTER, "parallel"),
         (_LONG, "next"),

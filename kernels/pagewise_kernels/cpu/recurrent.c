@@ -159,6 +159,10 @@ INLINE void mamba_head(const struct recurrence *a, long sequence, long head, con
     for (long t = 0; t < count; t++)
       dt[t] = value_at(row_of(a, token + t, bf16), a->decay_from[head], bf16) + a->dt_bias[head];
     dt = softplus_of(dt);
+    if (a->tokens > 1 || !a->read) {
+      dt = select(dt < a->dt_least, all(a->dt_least), dt);
+      dt = select(dt > a->dt_most, all(a->dt_most), dt);
+    }
     floats decay = exp2_of(a->rate[head] * LOG2E * dt);
     for (long p = 0; count == 1 && p < value; p += VEC) {
       long rows = value - p < VEC ? value - p : VEC;
@@ -187,8 +191,8 @@ INLINE void update_items(struct recurrence *a, int bf16) {
   while ((item = next_item(&a->next)) < a->sequences * a->heads) {
     long sequence = item / a->heads, head = item % a->heads, at = a->state_start + head * size;
     const int32_t *read = a->read ? a->read + sequence * a->pages_per_block : 0;
-    const int32_t *written = a->written + sequence * a->pages_per_block;
-    float *to = in_pages(a, written, at, size), *new = to ? to : copied;
+    const int32_t *written = a->written ? a->written + sequence * a->pages_per_block : 0;
+    float *to = written ? in_pages(a, written, at, size) : 0, *new = to ? to : copied;
     const float *in = read ? in_pages(a, read, at, size) : 0, *old = in ? in : copied;
     if (!read)
       memset(copied, 0, size);
@@ -198,7 +202,7 @@ INLINE void update_items(struct recurrence *a, int bf16) {
       mamba_head(a, sequence, head, old, new, bf16);
     else
       delta_head(a, sequence, head, old, new, bf16);
-    if (!to) copy_in_pages(a, written, at, copied, size, 1);
+    if (written && !to) copy_in_pages(a, written, at, copied, size, 1);
   }
 }
 
@@ -253,7 +257,8 @@ static void gate_outputs(void *data) {
 // Return 0; or, if nothing was computed, 1: a page does not exist, or 2: a row.
 EXPORT int pagewise_recur(struct recurrence *a) {
   for (long i = 0; i < a->sequences * a->pages_per_block; i++)
-    if ((a->read && (a->read[i] < 0 || a->read[i] >= a->num_pages)) || a->written[i] < 0 || a->written[i] >= a->num_pages)
+    if ((a->read && (a->read[i] < 0 || a->read[i] >= a->num_pages)) ||
+        (a->written && (a->written[i] < 0 || a->written[i] >= a->num_pages)))
       return 1;
   for (long i = 0; i < a->sequences * a->tokens; i++)
     if (a->rows[i] < 0 || a->rows[i] >= a->num_rows) return 2;

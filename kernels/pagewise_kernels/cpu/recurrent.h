@@ -14,11 +14,13 @@ struct recurrence {
   const void *projected;
   const int32_t *conv_from, *times_from, *gate_from, *decay_from, *beta_from;
   // conv_weight [width, channels]; conv_bias [channels] or NULL; rate [heads]; dt_bias as decay_from; skip [heads], NULL:
-  // the gated delta rule; norm_weight [inner], NULL: the gate alone.
+  // the gated delta rule; norm_weight [inner], NULL: the gate alone. Mamba-2's steps dt lie in [dt_least, dt_most], but not
+  // those of single tokens behind others: transformers does so.
   const float *conv_weight, *conv_bias, *rate, *dt_bias, *skip, *norm_weight;
-  // read, written [sequences, pages_per_block]: indices of pages in memory; read is NULL if the sequences begin. A conv
-  // state [channels, kept] lies at byte conv_start of a block; a state in float32, [heads, key, value] of the delta rule and
-  // [heads, value, key] of Mamba-2, at state_start. rows [sequences, tokens]: the rows of the tokens.
+  // read, written [sequences, pages_per_block]: indices of pages in memory; read is NULL if the sequences begin, and written
+  // if new states are not wanted. A conv state [channels, kept] lies at byte conv_start of a block; a state in float32,
+  // [heads, key, value] of the delta rule and [heads, value, key] of Mamba-2, at state_start. rows [sequences, tokens]: the
+  // rows of the tokens.
   char *memory;
   const int32_t *read, *written;
   const int64_t *rows;
@@ -29,7 +31,7 @@ struct recurrence {
   int64_t num_rows, row_stride, num_pages, page_bytes, pages_per_block, conv_start, state_start;
   int64_t sequences, tokens, channels, width, kept, conv_silu, heads, key_heads, key, value, decay_by_key;
   int64_t inner, values_from, norm_size, gate, gate_first, bf16;
-  float beta_scale, eps;
+  float beta_scale, eps, dt_least, dt_most;
   int64_t threads;
   parallel_fn parallel;
   int64_t next;
@@ -152,6 +154,7 @@ INLINE void convolve(const struct recurrence *a, long sequence, long first, long
       }
     memmove(lines, lines + tokens * CHANNELS, kept * CHANNELS * 4);
   }
+  if (!a->written) return;
   turn_any_state(state, lines, count, kept, 1, bf16);
   copy_in_pages(a, a->written + sequence * a->pages_per_block, at_byte, state, size, 1);
 }

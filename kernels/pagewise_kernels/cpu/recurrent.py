@@ -1,6 +1,7 @@
 """Recurrent layers on the CPU, between their projections: gated delta nets, KDA, Mamba-2, and short convolutions."""
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,7 +44,8 @@ class Weights:
     softplus(input + dt_bias). ``skip`` [heads]: of Mamba-2, whose output has the value times it; None: the layer is a
     gated delta net. ``norm`` [inner]: of the RMS norm of outputs, over ``norm_size`` each; None: there is a gate alone.
     ``gate``: one of ``GATES``. ``gate_first``: outputs are multiplied by it before the norm, not behind it.
-    ``beta_scale``: of beta.
+    ``beta_scale``: of beta. ``dt_limits``: the least and the largest dt of Mamba-2, which hold as in transformers: not
+    for single tokens of sequences that have states.
     """
 
     conv: torch.Tensor
@@ -58,19 +60,21 @@ class Weights:
     gate: Literal["alone", "silu", "sigmoid"] = "silu"
     gate_first: bool = False
     beta_scale: float = 1.0
+    dt_limits: tuple[float, float] = (0.0, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Where the states of sequences are: ``memory`` uint8 [pages, page bytes], and the pages of the blocks that are
-    read and written, int32 [sequences, pages per block]. A block may be both. ``read`` is None if the sequences begin.
+    read and written, int32 [sequences, pages per block]. A block may be both. ``read`` is None if the sequences begin,
+    and ``written`` if nothing is written.
 
     ``conv_start``, ``state_start``: the first byte of each state in a block.
     """
 
     memory: torch.Tensor
     read: torch.Tensor | None
-    written: torch.Tensor
+    written: torch.Tensor | None
     conv_start: int
     state_start: int = 0
 
@@ -129,6 +133,7 @@ class RecurrentStep:
             key_heads=groups, key=key, value=value, decay_by_key=by_key, inner=inner,
             values_from=2 * groups * key if delta else 0, norm_size=norm_size, gate=GATES.index(weights.gate),
             gate_first=weights.gate_first, beta_scale=weights.beta_scale, eps=weights.eps,
+            dt_least=weights.dt_limits[0], dt_most=weights.dt_limits[1],
         )  # fmt: skip
         self._at = ctypes.byref(self._arguments)
         self._conv_values, self._state_bytes = channels * kept, 4 * heads * key * value
@@ -150,37 +155,38 @@ class RecurrentStep:
         Raises:
             ValueError: shapes do not fit, or there is no such page or row. TypeError: types do not fit.
         """
-        a, memory, (count, size), written = self._arguments, blocks.memory, projected.shape, blocks.written
-        read = written if blocks.read is None else blocks.read
+        a, memory, (count, size) = self._arguments, blocks.memory, projected.shape
+        pages = [one for one in (blocks.read, blocks.written) if one is not None]
+        per_block = pages[0].shape[-1] if pages else 0
         conv_bytes = projected.dtype.itemsize * self._conv_values
         if (
             size < self._least or projected.stride(1) != 1 or not memory.is_contiguous() or memory.dim() != 2
-            or written.dim() != 2 or read.shape != written.shape or rows.dim() != 2 or len(rows) != len(written)
-            or not (read.is_contiguous() and written.is_contiguous() and rows.is_contiguous())
+            or rows.dim() != 2 or any(one.shape != (len(rows), per_block) for one in pages)
+            or not all(one.is_contiguous() for one in (rows, *pages))
             or outputs.shape != (count, a.inner) or not outputs.is_contiguous()
             or min(blocks.conv_start, blocks.state_start) < 0
-            or max(blocks.conv_start + conv_bytes, blocks.state_start + self._state_bytes)
-            > written.shape[1] * memory.shape[1]
+            or (pages and per_block * memory.shape[1]
+            < max(blocks.conv_start + conv_bytes, blocks.state_start + self._state_bytes))
         ):  # fmt: skip
             raise ValueError(
-                f"{list(rows.shape)} tokens in {count} rows of {size} do not fit the blocks {list(written.shape)} of "
-                f"pages {list(memory.shape)} and outputs {list(outputs.shape)}"
+                f"{list(rows.shape)} tokens in {count} rows of {size} do not fit blocks {[list(x.shape) for x in pages]} "
+                f"of pages {list(memory.shape)} and outputs {list(outputs.shape)}"
             )
-        types = memory.dtype, read.dtype, written.dtype, rows.dtype
+        types = {memory.dtype: torch.uint8, rows.dtype: torch.int64} | {one.dtype: torch.int32 for one in pages}
         if (
-            types != (torch.uint8, torch.int32, torch.int32, torch.int64) or outputs.dtype != projected.dtype
+            any(found != expected for found, expected in types.items()) or outputs.dtype != projected.dtype
             or projected.dtype not in (torch.float32, torch.bfloat16) or not (projected.is_cpu and memory.is_cpu)
         ):  # fmt: skip
             raise TypeError(
                 "recurrent layers take float32 or bfloat16, pages of uint8, their indices as int32 and rows as int64, "
-                f"on the CPU, not {projected.dtype}, {types}, and {outputs.dtype}"
+                f"on the CPU, not {projected.dtype}, {', '.join(map(str, types))}, and {outputs.dtype}"
             )
         convolved = empty((rows.numel(), a.channels), torch.float32)
         a.projected, a.row_stride, a.num_rows = projected.data_ptr(), projected.stride(0), count
         a.bf16, (a.sequences, a.tokens) = projected.dtype == torch.bfloat16, rows.shape
-        a.memory, a.written, a.rows = memory.data_ptr(), written.data_ptr(), rows.data_ptr()
+        a.memory, a.rows, (a.num_pages, a.page_bytes) = memory.data_ptr(), rows.data_ptr(), memory.shape
         a.read = None if blocks.read is None else blocks.read.data_ptr()
-        (a.num_pages, a.page_bytes), a.pages_per_block = memory.shape, written.shape[1]
+        a.written, a.pages_per_block = None if blocks.written is None else blocks.written.data_ptr(), per_block
         a.conv_start, a.state_start, a.convolved = blocks.conv_start, blocks.state_start, convolved.data_ptr()
         a.outputs, a.threads, a.parallel = outputs.data_ptr(), threads(), parallel_regions()
         if wrong := self._library.pagewise_recur(self._at):
