@@ -103,11 +103,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def switches_at_blocks(batch: int, tokens: int) -> bytes:
-    """Let each sequence write another block than before where a block is full: two in turns."""
+    """Let each sequence write another block than before where a block is full."""
     if not tokens or tokens % BLOCK_SIZE:
         return b""
-    turn = tokens // BLOCK_SIZE % 2
-    return pack_int32s(value for row in range(batch) for value in (row, _STATES, tokens, row + MOST * turn))
+    first = MOST * (tokens // BLOCK_SIZE)
+    return pack_int32s(value for row in range(batch) for value in (row, _STATES, tokens, first + row))
 
 
 def switches_never(batch: int, tokens: int) -> bytes:

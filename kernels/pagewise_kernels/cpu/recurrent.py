@@ -169,8 +169,8 @@ class RecurrentStep:
             < max(blocks.conv_start + conv_bytes, blocks.state_start + self._state_bytes))
         ):  # fmt: skip
             raise ValueError(
-                f"{list(rows.shape)} tokens in {count} rows of {size} do not fit blocks {[list(x.shape) for x in pages]} "
-                f"of pages {list(memory.shape)} and outputs {list(outputs.shape)}"
+                f"{list(rows.shape)} tokens in {count} rows of {size} do not fit blocks "
+                f"{[list(one.shape) for one in pages]} of pages {list(memory.shape)} and outputs {list(outputs.shape)}"
             )
         types = {memory.dtype: torch.uint8, rows.dtype: torch.int64} | {one.dtype: torch.int32 for one in pages}
         if (
