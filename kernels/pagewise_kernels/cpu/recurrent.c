@@ -265,6 +265,7 @@ EXPORT int pagewise_recur(struct recurrence *a) {
   long values = a->sequences * a->tokens * (a->heads ? a->heads * a->key * a->value : a->channels * a->width);
   void (*bodies[])(void *) = {convolve_all, update_states, gate_outputs};
   for (int i = 0; i < 3; i++) {
+    if (i == 1 && !a->heads) continue;
     a->next = 0;
     run_team(a->parallel, values < ALONE_STATES ? 1 : a->threads, bodies[i], a);
   }
