@@ -3,7 +3,7 @@
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -15,7 +15,8 @@ MAX_KEY = 1 << 11
 """Most values of a key: a thread has room for those of some tokens."""
 MAX_WIDTH = 64
 """Most tokens of a convolution."""
-GATES = "alone", "silu", "sigmoid"
+Gate = Literal["alone", "silu", "sigmoid"]
+GATES = get_args(Gate)
 """By what outputs are multiplied: the gate itself, or a function of it. The order is that of recurrent.h."""
 
 
@@ -57,7 +58,7 @@ class Weights:
     norm: torch.Tensor | None = None
     norm_size: int = 1
     eps: float = 1e-6
-    gate: Literal["alone", "silu", "sigmoid"] = "silu"
+    gate: Gate = "silu"
     gate_first: bool = False
     beta_scale: float = 1.0
     dt_limits: tuple[float, float] = (0.0, math.inf)

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from pagewise_executor.models.recurrent import CONV, RECURRENT, State, StateCache, StateKey, cache_name
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.recurrent import Places, RecurrentStep, Weights
+    from pagewise_kernels.cpu.recurrent import Gate, Places, RecurrentStep, Weights
 
 _SIZES = torch.tensor([0.3, 1.0, 1.0, 3.0])
 """Sizes of the hidden states of a comparison, each of another sequence."""
@@ -114,7 +115,7 @@ class RecurrenceTrial:
             return None
         parts = [part for part in self._original.modules() if _is_linear(part)]
         memo = {id(part): _InFloat32(part, types[CONV]) for part in parts}
-        self._module = copy.deepcopy(self._original, memo).float()  # type: ignore[arg-type]
+        self._module = copy.deepcopy(self._original, memo).float()
         self._convolutions = [part for part in self._module.modules() if isinstance(part, nn.Conv1d)]
         return self._find() if len(self._convolutions) == 1 else None
 
@@ -208,16 +209,13 @@ class RecurrenceTrial:
         from pagewise_kernels.cpu.recurrent import Places, Weights
 
         total, (convolution,) = sum(outs), self._convolutions
-        conv_weights = {"conv": convolution.weight.detach().squeeze(1), "conv_bias": convolution.bias}
+        base = Weights(conv=convolution.weight.detach().squeeze(1), conv_bias=convolution.bias)
         if (RECURRENT, 0) not in self._shapes:
             if total == 3 * len(convolution.weight):
                 thirds = torch.arange(total).view(3, -1)
-                for gate in range(3):
-                    conv, times = (thirds[i] for i in range(3) if i != gate)
-                    yield (
-                        Weights(**conv_weights, conv_silu=False, gate="alone"),
-                        Places(conv=conv, times=times, gate=thirds[gate]),
-                    )
+                for i in range(3):
+                    gate, conv, times = thirds.roll(i, 0)
+                    yield replace(base, conv_silu=False, gate="alone"), Places(conv=conv, times=times, gate=gate)
             return
         parameters = {name.rpartition(".")[2]: one.detach() for name, one in self._module.named_parameters()}
         if not {"A_log", "dt_bias"} <= set(parameters):
@@ -238,12 +236,13 @@ class RecurrenceTrial:
             orders = list(_halves(rest, heads, heads // groups))
         elif skip is None and rest.numel() == heads * key + heads:
             orders = [(rest[:-heads], rest[-heads:]), (rest[heads:], rest[:heads])]
+        kinds: tuple[Gate, Gate] = ("silu", "sigmoid")
         for (decay, beta), norm_size, kind, first, scale in itertools.product(
-            orders, sizes, ("silu", "sigmoid"), (False, True), (1.0, 2.0) if skip is None else (1.0,)
+            orders, sizes, kinds, (False, True), (1.0, 2.0) if skip is None else (1.0,)
         ):
             yield (
-                Weights(
-                    **conv_weights, a_log=parameters["A_log"].flatten(), dt_bias=parameters["dt_bias"].flatten(),
+                replace(
+                    base, a_log=parameters["A_log"].flatten(), dt_bias=parameters["dt_bias"].flatten(),
                     skip=skip, norm=weight, norm_size=norm_size, eps=eps, gate=kind, gate_first=first, beta_scale=scale,
                     dt_limits=tuple(limits),
                 ),

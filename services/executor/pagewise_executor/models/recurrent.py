@@ -231,7 +231,7 @@ class PagedRecurrence:
         if self._operation is not None and self._operation.takes(batch):
             here = batch._replace(tokens=torch.arange(batch.tokens.numel()).view(batch.tokens.shape))
             found = self._operation(hidden.flatten(0, 1), [here], memory, self._starts)
-            return found.unflatten(0, here.tokens.shape)
+            return found.view(*batch.tokens.shape, -1)
         held = {
             place.state.key: place.empty(len(batch.written), memory.device)
             if batch.read is None
