@@ -15,33 +15,32 @@ shared experts compute. Of a mixture that Pagewise computes as one operation, th
 import argparse
 import statistics
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
-from unittest import mock
+from typing import Any, get_args
 
-import numpy as np
 import torch
 import transformers
 from pagewise_executor.attention.registry import Kernels
-from pagewise_executor.model_runner import ModelRunner
 from pagewise_kernels.cpu.experts import Mixture, PackedExperts, Router
-from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
-from pagewise_shared.sampling import SamplingParams
 
 from benchmarks.record import record_file, write_record
+from benchmarks.side_by_side import (
+    BLOCKS,
+    STEPS,
+    Contender,
+    Family,
+    Run,
+    build,
+    executor_settings,
+    pagewise,
+    prompts_of,
+    ratio,
+    take_turns,
+)
 
-CONTEXT, STEPS, BLOCK_SIZE = 64, 16, 16
 MOST = 64
 """Sequences."""
 LOOP = "transformers eager"
-_BLOCKS = -(-(CONTEXT + STEPS + 2) // BLOCK_SIZE)
-"""Of a sequence."""
 _DECODER = {
     "vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": 8, "max_position_embeddings": 512,
@@ -51,7 +50,7 @@ _SHARED = {
     "moe_intermediate_size": 96, "intermediate_size": 512, "n_routed_experts": 64, "n_shared_experts": 1,
     "first_k_dense_replace": 0, "norm_topk_prob": True,
 }  # fmt: skip
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILIES: dict[str, Family] = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {"moe_intermediate_size": 96, "intermediate_size": 512, "num_experts": 64, "norm_topk_prob": True},
@@ -72,84 +71,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build_mixture(path: Path, family: str) -> None:
-    """Write the model, with random weights."""
-    torch.manual_seed(0)
-    name, settings = FAMILIES[family]
-    config = getattr(transformers, name)(**_DECODER | settings)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    model.save_pretrained(path)
-
-
-class Contender(NamedTuple):
-    """``prepare``: from a number of sequences to a function that computes their next tokens. ``mixtures``: the
-    functions that compute routers and experts, each an object and the name of its attribute."""
-
-    prepare: Callable[[int], Callable[[], object]]
-    mixtures: Sequence[tuple[Any, str]]
-
-    def seconds(self, batch: int) -> float:
-        """Return the CPU seconds of a decode step."""
-        step = self.prepare(batch)
-        began = time.process_time()
-        for _ in range(STEPS):
-            step()
-        return (time.process_time() - began) / STEPS
-
-    def share(self, batch: int) -> float:
-        """Return the share of routers and experts in the CPU time of decode steps."""
-        step, within = self.prepare(batch), 0.0
-
-        def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **named: Any) -> Any:
-                nonlocal within
-                began = time.process_time()
-                result = function(*args, **named)
-                within += time.process_time() - began
-                return result
-
-            return call
-
-        with ExitStack() as stack:
-            for owner, name in self.mixtures:
-                stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
-            began = time.process_time()
-            for _ in range(STEPS):
-                step()
-            return within / (time.process_time() - began)
-
-
-def pagewise(path: Path, kernels: Kernels) -> Contender:
-    """Return the executor with these kernels."""
-    settings = ExecutorConfig(
-        model=str(path), device="cpu", dtype="float32", kernels=kernels, num_blocks=MOST * _BLOCKS + 1,
-        block_size=BLOCK_SIZE, max_num_seqs=MOST, profile=False, threads=torch.get_num_threads(),
-    )  # fmt: skip
-    runner = ModelRunner(settings)
-
-    def prepare(batch: int) -> Callable[[], object]:
-        runner.reset(Welcome(0, MOST, MOST * CONTEXT))
-        joined = tuple(
-            NewSequence(
-                row, pack_int32s([(7 * i + row) % 500 for i in range(CONTEXT)]), CONTEXT, 0,
-                np.arange(row * _BLOCKS, (row + 1) * _BLOCKS, dtype=np.int32).tobytes(),
-                SamplingParams(temperature=0.0),
-            )
-            for row in range(batch)
-        )  # fmt: skip
-        chunks = tuple((row, CONTEXT) for row in range(batch))
-        runner.execute(StepPlan(0, 1, joined=joined, chunks=chunks)).result()
-        numbers = count(2)
-
-        def step() -> None:
-            runner.execute(StepPlan(0, next(numbers))).result()
-
-        step()
-        return step
-
-    return Contender(prepare, [(Router, "choose"), (PackedExperts, "sums"), (Mixture, "sums")])
-
-
 def of_transformers(path: Path, experts: str) -> Contender:
     """Return transformers' modules with an ``experts_implementation``."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, experts_implementation=experts)
@@ -158,34 +79,33 @@ def of_transformers(path: Path, experts: str) -> Contender:
     parts = [part for block in blocks for part in (block.experts, getattr(block, "gate", None) or block.router)]
 
     @torch.inference_mode()
-    def prepare(batch: int) -> Callable[[], object]:
-        prompts = torch.tensor([[(7 * i + row) % 500 for i in range(CONTEXT)] for row in range(batch)])
-        out: Any = model(prompts, use_cache=True, logits_to_keep=1)
-
-        @torch.inference_mode()
-        def step() -> None:
-            nonlocal out
+    def compute(batch: int, run: Run) -> None:
+        run.prompts.start()
+        out: Any = model(torch.tensor(prompts_of(batch)), use_cache=True, logits_to_keep=1)
+        run.prompts.stop()
+        for i in range(STEPS + 1):
+            if i == 1:
+                run.decode.start()
             out = model(out.logits.argmax(-1), past_key_values=out.past_key_values)
+        run.decode.stop()
 
-        step()
-        return step
-
-    return Contender(prepare, [(part, "forward") for part in parts])
+    return Contender(compute, [(part, "forward") for part in parts])
 
 
 def compare(family: str, rounds: int, kernels: list[Kernels], batches: list[int]) -> list[dict[str, Any]]:
     """Return a row for each batch and contender: the CPU-ms of a step, and its speed relative to the loop."""
     with tempfile.TemporaryDirectory() as folder:
-        build_mixture(Path(folder), family)
-        contenders = {f"pagewise {one}": pagewise(Path(folder), one) for one in kernels}
-        contenders |= {f"transformers {one}": of_transformers(Path(folder), one) for one in ("eager", "grouped_mm")}
-        seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for turn in range(rounds + 1):
-            for batch in batches:
-                for name, contender in contenders.items():
-                    took = contender.seconds(batch)
-                    if turn:  # the first one warms up
-                        seconds[batch, name].append(took)
+        path = Path(folder)
+        name, settings = FAMILIES[family]
+        build(path, (name, _DECODER | settings))
+        parts: list[tuple[Any, str]] = [(Router, "choose"), (PackedExperts, "sums"), (Mixture, "sums")]
+        contenders = {
+            f"pagewise {one}": pagewise(executor_settings(path, one, MOST, MOST * BLOCKS + 1), MOST, parts)
+            for one in kernels
+        }
+        contenders |= {f"transformers {one}": of_transformers(path, one) for one in ("eager", "grouped_mm")}
+        turns = take_turns(contenders, rounds, batches)
+        seconds = {key: [step for _, step in found] for key, found in turns.items()}
         shares = {(batch, name): contenders[name].share(batch) for batch, name in seconds}
     return [
         {
@@ -193,9 +113,7 @@ def compare(family: str, rounds: int, kernels: list[Kernels], batches: list[int]
             "batch": batch,
             "name": name,
             "cpu_ms": round(1e3 * statistics.median(found), 2),
-            "times_the_loop": round(
-                statistics.median(one / own for one, own in zip(seconds[batch, LOOP], found, strict=True)), 2
-            ),
+            "times_the_loop": round(ratio(seconds[batch, LOOP], found), 2),
             "share_of_mixtures": round(shares[batch, name], 2),
         }
         for (batch, name), found in seconds.items()

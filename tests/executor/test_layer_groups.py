@@ -5,13 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_executor.device_defaults import STEPS_IN_FLIGHT
-<<<<<<< HEAD
 from pagewise_executor.group_choice import groups_of
-from pagewise_executor.kv.layer_groups import Group, KVLayerKind, PageLayout, StateGroup, page_layout, single_group
-=======
 from pagewise_executor.kv.kv_pool import KVShape
-from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
->>>>>>> kvonce
+from pagewise_executor.kv.layer_groups import Group, KVLayerKind, PageLayout, StateGroup, page_layout, single_group
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT

@@ -97,12 +97,13 @@ class RecurrenceArguments(ctypes.Structure):
     """``struct recurrence`` of recurrent.c, which recurrent layers read their arguments from."""
 
     _fields_ = _fields(
-        (_POINTER, "projected conv_from gate_from decay_from beta_from"),
+        (_POINTER, "projected conv_from times_from gate_from decay_from beta_from"),
         (_POINTER, "conv_weight conv_bias rate dt_bias skip norm_weight"),
-        (_POINTER, "memory read written convolved out"),
-        (_LONG, "row_stride num_pages page_bytes pages_per_block conv_start state_start"),
-        (_LONG, "sequences channels width kept heads key_heads key value norm_size gate_first"),
-        (ctypes.c_float, "beta_scale eps"),
+        (_POINTER, "memory read written rows convolved outputs"),
+        (_LONG, "num_rows row_stride num_pages page_bytes pages_per_block conv_start state_start"),
+        (_LONG, "sequences tokens channels width kept conv_silu heads key_heads key value decay_by_key"),
+        (_LONG, "inner values_from norm_size gate gate_first bf16"),
+        (ctypes.c_float, "beta_scale eps dt_least dt_most"),
         (_LONG, "threads"),
         (_POINTER, "parallel"),
         (_LONG, "next"),

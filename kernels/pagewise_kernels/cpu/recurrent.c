@@ -1,251 +1,273 @@
-// One token of recurrent layers in float32: a convolution over the last tokens, the gated delta rule or the update of
-// Mamba-2, and a norm with a gate.
+// Tokens of recurrent layers: a convolution over the last tokens, the gated delta rule (with one decay of a head, or one of
+// each key as in KDA) or the update of Mamba-2, and a norm with a gate. Short convolutions have no state but that of the
+// convolution.
 //
 // The states of a sequence lie in the pages of a block, which may be anywhere, and a state may begin and end within a page.
 // They are read from one block and written to another one, or the same. So nothing is gathered before and scattered after.
-#include <math.h>
+// Tokens are computed one after the other, and each column of a state (of Mamba-2, each row) stays in the first level cache
+// meanwhile. So what a token gives does not depend on which tokens are computed together, to the last bit.
+#include "recurrent.h"
 
-#include "vectors.h"
-
-struct recurrence {
-  // projected [sequences, row_stride]; *_from: the places of the inputs of the convolution [channels], of the gate
-  // [heads, value], of the decay and of beta [heads] in a row.
-  const float *projected;
-  const int32_t *conv_from, *gate_from, *decay_from, *beta_from;
-  // conv_weight [channels, width]; conv_bias [channels] or NULL; rate and dt_bias [heads]; skip [heads], NULL: the gated
-  // delta rule; norm_weight [heads, value], NULL: the gate alone.
-  const float *conv_weight, *conv_bias, *rate, *dt_bias, *skip, *norm_weight;
-  // read, written [sequences, pages_per_block]: indices of pages in memory. A conv state [channels, kept] lies at byte
-  // conv_start of a block; a state, [heads, key, value] of the delta rule and [heads, value, key] of Mamba-2, at state_start.
-  char *memory;
-  const int32_t *read, *written;
-  // convolved [sequences, channels]: of the delta rule queries and keys [key_heads, key] and values [heads, value]; of
-  // Mamba-2 values, keys and queries. out [sequences, heads, value].
-  float *convolved, *out;
-  int64_t row_stride, num_pages, page_bytes, pages_per_block, conv_start, state_start;
-  int64_t sequences, channels, width, kept, heads, key_heads, key, value, norm_size, gate_first;
-  float beta_scale, eps;
-  int64_t threads;
-  parallel_fn parallel;
-  int64_t next;
-};
-
-// Channels of an item of the convolution.
-enum { CHANNELS = 128 };
 // Below so many values of states, waking a thread costs more than it saves.
 enum { ALONE_STATES = 1 << 15 };
 // Added to squares of queries and keys.
 #define TINY 1e-6f
 
-INLINE float softplus_of(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
-// Copy ``size`` bytes from or to the byte ``at`` of a block.
-INLINE void copy_in_pages(const struct recurrence *a, const int32_t *pages, long at, void *p, long size, int put) {
-  for (char *here = p; size > 0;) {
-    long within = at % a->page_bytes, part = a->page_bytes - within < size ? a->page_bytes - within : size;
-    char *there = a->memory + (int64_t)pages[at / a->page_bytes] * a->page_bytes + within;
-    if (put)
-      memcpy(there, here, part);
-    else
-      memcpy(here, there, part);
-    here += part, at += part, size -= part;
-  }
-}
-
-// The address of ``size`` bytes at the byte ``at`` of a block; NULL: they do not lie in one page.
-INLINE void *in_page(const struct recurrence *a, const int32_t *pages, long at, long size) {
-  long within = at % a->page_bytes;
-  return within + size > a->page_bytes ? 0 : a->memory + (int64_t)pages[at / a->page_bytes] * a->page_bytes + within;
-}
-
-// ``load_some`` and ``store_some`` whose usual case is a whole vector.
-INLINE floats load_up_to(const float *p, long i, long n) { return n >= VEC ? load(p, i, 0) : load_some(p, i, n, 0); }
-
-INLINE void store_up_to(float *p, long i, floats x, long n) {
-  if (n >= VEC)
-    store(p, i, x, 0);
-  else
-    store_some(p, i, x, n, 0);
-}
-
-// The channels' new states, and their sums of products in out: ``kept`` and ``width`` are constants where they can be.
-INLINE void convolve(long count, long kept, long width, const float *restrict old, const float *restrict row,
-                     const int32_t *restrict from, const float *restrict weight, float *restrict new, float *restrict out) {
-  for (long c = 0; c < count; c++) {
-    float x = row[from[c]], sum = x * weight[c * width + width - 1];
-    for (long i = 1; i < width; i++) sum += old[c * kept + kept - i] * weight[c * width + width - 1 - i];
-    for (long i = 0; i < kept - 1; i++) new[c * kept + i] = old[c * kept + i + 1];
-    new[c * kept + kept - 1] = x;
-    out[c] = sum;
-  }
-}
-
-static void convolve_all(void *data) {
-  struct recurrence *a = data;
-  long blocks = (a->channels + CHANNELS - 1) / CHANNELS, item;
-  float old[CHANNELS * a->kept], new[CHANNELS * a->kept];
-  while ((item = next_item(&a->next)) < a->sequences * blocks) {
-    long sequence = item / blocks, first = item % blocks * CHANNELS;
-    long count = a->channels - first < CHANNELS ? a->channels - first : CHANNELS;
-    long at = a->conv_start + first * a->kept * 4, size = count * a->kept * 4;
-    const float *row = a->projected + sequence * a->row_stride, *weight = a->conv_weight + first * a->width;
-    const int32_t *from = a->conv_from + first;
-    float *out = a->convolved + sequence * a->channels + first;
-    copy_in_pages(a, a->read + sequence * a->pages_per_block, at, old, size, 0);
-    if (a->kept == 4 && a->width == 4)
-      convolve(count, 4, 4, old, row, from, weight, new, out);
-    else if (a->kept == 3 && a->width == 4)
-      convolve(count, 3, 4, old, row, from, weight, new, out);
-    else
-      convolve(count, a->kept, a->width, old, row, from, weight, new, out);
-    copy_in_pages(a, a->written + sequence * a->pages_per_block, at, new, size, 1);
-    for (long c = 0; c < count; c += VEC) {
-      floats x = load_up_to(out, c, count - c);
-      if (a->conv_bias) x += load_up_to(a->conv_bias, first + c, count - c);
-      store_up_to(out, c, swish_of(x, 1.0f), count - c);
-    }
-  }
+// log(1 + e^x): the larger one of x and 0, and log(1 + y) with y = e^-|x|, which is twice the artanh of y / (2 + y).
+INLINE floats softplus_of(floats x) {
+  floats size = larger(x, -x), y = exp2_of(size * -LOG2E), z = y / (2.0f + y), squared = z * z;
+  floats p = squared * (1.0f / 15) + 1.0f / 13;
+  p = p * squared + 1.0f / 11;
+  p = p * squared + 1.0f / 9;
+  p = p * squared + 1.0f / 7;
+  p = p * squared + 1.0f / 5;
+  p = p * squared + 1.0f / 3;
+  p = p * squared + 1.0f;
+  return select(x > 0, x, all(0)) + 2.0f * z * p;
 }
 
 // to = x times scale over its length.
 INLINE void scaled_to_length(const float *x, long size, float scale, float *to) {
   floats squares = {};
   for (long i = 0; i < size; i += VEC) {
-    floats some = load_up_to(x, i, size - i);
+    floats some = load_up_to(x, i, size - i, 0);
     squares += some * some;
   }
   scale /= __builtin_sqrtf(sum_of(squares) + TINY);
   for (long i = 0; i < size; i++) to[i] = x[i] * scale;
 }
 
+// Columns that are computed at once, in vectors; and tokens for which a column stays in registers and the nearest cache.
+enum { COLUMNS = VEC == 16 ? 4 : 2, TILE = 16 };
+
+// What tokens of a tile do to the state of a head: by token, its decay, key, and key and query times the decay [4, key]; beta,
+// and the product of query and key.
+struct tile {
+  float *vectors, *beta, *query_key;
+  long count;
+};
+
 // With S the state after its decay: delta = beta (v - S^T k), S += k delta^T, out = S^T q. This is done for ``vectors`` of
-// columns, of which the last has n values, with one pass over the old state that gives both products with it.
-INLINE void delta_columns(int vectors, long n, long key, long value, const float *old, float *new, const float *q,
-                          const float *k, float qk, const float *v, float decay, float beta, float *out) {
-  floats with_k[vectors], with_q[vectors];
+// columns, of which the last has n values. One pass over the state adds what a token gives and gives both products of the next
+// token with it. The values of tokens, at ``stride``, become outputs.
+INLINE void delta_columns(int vectors, long n, const struct tile *tile, long key, long value, const float *old, float *new,
+                          float *values, long stride) {
+  floats with_k[vectors], with_q[vectors], delta[vectors];
+  const float *by_token = tile->vectors;
   for (int j = 0; j < vectors; j++) with_k[j] = with_q[j] = (floats){};
   for (long i = 0; i < key; i++)
     for (int j = 0; j < vectors; j++) {
       floats s = load_some(old + i * value, j * VEC, n, 0);
-      with_k[j] += k[i] * s;
-      with_q[j] += q[i] * s;
+      with_k[j] += by_token[2 * key + i] * s;
+      with_q[j] += by_token[3 * key + i] * s;
     }
-  for (int j = 0; j < vectors; j++) {
-    with_k[j] = beta * (load_some(v, j * VEC, n, 0) - decay * with_k[j]);
-    store_some(out, j * VEC, decay * with_q[j] + qk * with_k[j], n, 0);
-  }
-  for (long i = 0; i < key; i++)
+  for (long t = 0; t < tile->count; t++, by_token += 4 * key, values += stride, old = new) {
+    const float *decay = by_token, *k = by_token + key, *next = by_token + 4 * key;
     for (int j = 0; j < vectors; j++) {
-      floats s = load_some(old + i * value, j * VEC, n, 0);
-      store_some(new + i * value, j * VEC, decay * s + k[i] * with_k[j], n, 0);
+      delta[j] = tile->beta[t] * (load_some(values, j * VEC, n, 0) - with_k[j]);
+      store_some(values, j * VEC, with_q[j] + tile->query_key[t] * delta[j], n, 0);
+      with_k[j] = with_q[j] = (floats){};
     }
+    int last = t + 1 == tile->count;
+    for (long i = 0; last && i < key; i++)
+      for (int j = 0; j < vectors; j++) {
+        floats s = decay[i] * load_some(old + i * value, j * VEC, n, 0) + k[i] * delta[j];
+        store_some(new + i * value, j * VEC, s, n, 0);
+      }
+    for (long i = 0; !last && i < key; i++)
+      for (int j = 0; j < vectors; j++) {
+        floats s = decay[i] * load_some(old + i * value, j * VEC, n, 0) + k[i] * delta[j];
+        store_some(new + i * value, j * VEC, s, n, 0);
+        with_k[j] += next[2 * key + i] * s;
+        with_q[j] += next[3 * key + i] * s;
+      }
+  }
 }
 
-enum { COLUMNS = 4 };
-
-static void delta_head(const struct recurrence *a, long sequence, long head, const float *old, float *new) {
-  const float *row = a->projected + sequence * a->row_stride;
-  const float *q = a->convolved + sequence * a->channels + head / (a->heads / a->key_heads) * a->key;
-  const float *v = a->convolved + sequence * a->channels + 2 * a->key_heads * a->key + head * a->value;
-  float *out = a->out + (sequence * a->heads + head) * a->value;
-  float query[a->key], key[a->key], qk = 0;
-  scaled_to_length(q, a->key, 1.0f / __builtin_sqrtf(a->key), query);
-  scaled_to_length(q + a->key_heads * a->key, a->key, 1.0f, key);
-  for (long i = 0; i < a->key; i++) qk += query[i] * key[i];
-  float decay = expf(a->rate[head] * softplus_of(row[a->decay_from[head]] + a->dt_bias[head]));
-  float beta = a->beta_scale / (1.0f + expf(-row[a->beta_from[head]]));
-  long i = 0;
-  for (; i + COLUMNS * VEC <= a->value; i += COLUMNS * VEC)
-    delta_columns(COLUMNS, VEC, a->key, a->value, old + i, new + i, query, key, qk, v + i, decay, beta, out + i);
-  for (; i + VEC <= a->value; i += VEC)
-    delta_columns(1, VEC, a->key, a->value, old + i, new + i, query, key, qk, v + i, decay, beta, out + i);
-  if (i < a->value)
-    delta_columns(1, a->value - i, a->key, a->value, old + i, new + i, query, key, qk, v + i, decay, beta, out + i);
+// The decays of a head for a token: ``to`` [key].
+INLINE void find_decays(const struct recurrence *a, const void *row, long head, float *to, int bf16) {
+  long key = a->key;
+  float rate = a->rate[head] * LOG2E;
+  if (a->decay_by_key) {
+    const int32_t *from = a->decay_from + head * key;
+    int neighbours = are_neighbours(from, key);
+    for (long i = 0; i < key; i += VEC) {
+      floats x = load_places(row, from, i, key - i, neighbours, bf16) + load_up_to(a->dt_bias + head * key, i, key - i, 0);
+      store_up_to(to, i, exp2_of(rate * softplus_of(x)), key - i, 0);
+    }
+  } else {
+    float decay = exp2_of(rate * softplus_of(all(value_at(row, a->decay_from[head], bf16) + a->dt_bias[head])))[0];
+    for (long i = 0; i < key; i++) to[i] = decay;
+  }
 }
 
-// S = decay S + x b^T, out = S c + skip x.
-static void mamba_head(const struct recurrence *a, long sequence, long head, const float *old, float *new) {
-  const float *row = a->projected + sequence * a->row_stride, *values = a->convolved + sequence * a->channels;
-  const float *x = values + head * a->value;
-  const float *b = values + a->heads * a->value + head / (a->heads / a->key_heads) * a->key;
-  const float *c = b + a->key_heads * a->key;
-  float *out = a->out + (sequence * a->heads + head) * a->value;
-  float dt = softplus_of(row[a->decay_from[head]] + a->dt_bias[head]), decay = expf(a->rate[head] * dt);
-  long whole = a->key / VEC * VEC, rest = a->key - whole;
-  for (long p = 0; p < a->value; p += VEC) {
-    long count = a->value - p < VEC ? a->value - p : VEC;
-    floats sums[VEC] = {};
-    for (long r = 0; r < count; r++) {
-      const float *from = old + (p + r) * a->key;
-      float *to = new + (p + r) * a->key, given = dt * x[p + r];
-      floats sum = {};
-      for (long i = 0; i < whole; i += VEC) {
-        floats s = decay * load(from, i, 0) + given * load(b, i, 0);
-        store(to, i, s, 0);
-        sum += s * load(c, i, 0);
+INLINE void delta_head(const struct recurrence *a, long sequence, long head, const float *old, float *new, int bf16) {
+  long size = a->key, stride = a->channels;
+  float vectors[TILE * 4 * size], query[size], beta[TILE], query_key[TILE];
+  for (long done = 0; done < a->tokens; done += TILE, old = new) {
+    long token = sequence * a->tokens + done, i = 0;
+    struct tile tile = {vectors, beta, query_key, a->tokens - done < TILE ? a->tokens - done : TILE};
+    float *first = a->convolved + token * stride, *values = first + 2 * a->key_heads * size + head * a->value;
+    for (long t = 0; t < tile.count; t++) {
+      const void *row = row_of(a, token + t, bf16);
+      const float *q = first + t * stride + head / (a->heads / a->key_heads) * size;
+      float *decay = vectors + t * 4 * size, *key = decay + size, sum = 0;
+      scaled_to_length(q, size, 1.0f / __builtin_sqrtf(size), query);
+      scaled_to_length(q + a->key_heads * size, size, 1.0f, key);
+      find_decays(a, row, head, decay, bf16);
+      for (long j = 0; j < size; j++) {
+        sum += query[j] * key[j];
+        decay[2 * size + j] = key[j] * decay[j];
+        decay[3 * size + j] = query[j] * decay[j];
       }
-      if (rest) {
-        floats s = decay * load_some(from, whole, rest, 0) + given * load_some(b, whole, rest, 0);
-        store_some(to, whole, s, rest, 0);
-        sum += s * load_some(c, whole, rest, 0);
-      }
-      sums[r] = sum;
+      query_key[t] = sum;
+      beta[t] = a->beta_scale / (1.0f + expf(-value_at(row, a->beta_from[head], bf16)));
     }
-    store_up_to(out, p, sums_of(sums) + a->skip[head] * load_up_to(x, p, count), count);
+    for (; i + COLUMNS * VEC <= a->value; i += COLUMNS * VEC)
+      delta_columns(COLUMNS, VEC, &tile, size, a->value, old + i, new + i, values + i, stride);
+    for (; i + VEC <= a->value; i += VEC)
+      delta_columns(1, VEC, &tile, size, a->value, old + i, new + i, values + i, stride);
+    if (i < a->value) delta_columns(1, a->value - i, &tile, size, a->value, old + i, new + i, values + i, stride);
+  }
+}
+
+// A row of a state: to = decay * from + given * b; return the sums of its products with c.
+INLINE floats mamba_row(long key, const float *from, float *to, float decay, float given, const float *b, const float *c) {
+  long whole = key / VEC * VEC, rest = key - whole;
+  floats sum = {};
+  for (long i = 0; i < whole; i += VEC) {
+    floats s = decay * load(from, i, 0) + given * load(b, i, 0);
+    store(to, i, s, 0);
+    sum += s * load(c, i, 0);
+  }
+  if (rest) {
+    floats s = decay * load_some(from, whole, rest, 0) + given * load_some(b, whole, rest, 0);
+    store_some(to, whole, s, rest, 0);
+    sum += s * load_some(c, whole, rest, 0);
+  }
+  return sum;
+}
+
+// S = decay S + x b^T, out = S c + skip x. Sums are reduced VEC at a time: of one token in VEC rows, or of a row's tokens.
+INLINE void mamba_head(const struct recurrence *a, long sequence, long head, const float *old, float *new, int bf16) {
+  long key = a->key, value = a->value, stride = a->channels;
+  long to_b = a->heads * value + head / (a->heads / a->key_heads) * key, to_c = to_b + a->key_heads * key;
+  for (long done = 0; done < a->tokens; done += VEC, old = new) {
+    long token = sequence * a->tokens + done, count = a->tokens - done < VEC ? a->tokens - done : VEC;
+    float *first = a->convolved + token * stride, *x = first + head * value;
+    floats dt = {};
+    for (long t = 0; t < count; t++)
+      dt[t] = value_at(row_of(a, token + t, bf16), a->decay_from[head], bf16) + a->dt_bias[head];
+    dt = softplus_of(dt);
+    if (a->tokens > 1 || !a->read) {
+      dt = select(dt < a->dt_least, all(a->dt_least), dt);
+      dt = select(dt > a->dt_most, all(a->dt_most), dt);
+    }
+    floats decay = exp2_of(a->rate[head] * LOG2E * dt);
+    for (long p = 0; count == 1 && p < value; p += VEC) {
+      long rows = value - p < VEC ? value - p : VEC;
+      floats sums[VEC] = {};
+      for (long r = p; r < p + rows; r++)
+        sums[r - p] = mamba_row(key, old + r * key, new + r * key, decay[0], dt[0] * x[r], first + to_b, first + to_c);
+      store_up_to(x, p, sums_of(sums) + a->skip[head] * load_up_to(x, p, rows, 0), rows, 0);
+    }
+    for (long p = 0; count > 1 && p < value; p++) {
+      const float *from = old + p * key;
+      floats sums[VEC] = {}, given = {};
+      for (long t = 0; t < count; t++) given[t] = x[t * stride + p];
+      floats steps = dt * given;
+      for (long t = 0; t < count; t++, from = new + p * key)
+        sums[t] = mamba_row(key, from, new + p * key, decay[t], steps[t], first + t * stride + to_b,
+                            first + t * stride + to_c);
+      floats out = sums_of(sums) + a->skip[head] * given;
+      for (long t = 0; t < count; t++) x[t * stride + p] = out[t];
+    }
+  }
+}
+
+INLINE void update_items(struct recurrence *a, int bf16) {
+  long values = a->key * a->value, size = values * 4, item;
+  float copied[values];  // of a state that lies in pages apart
+  while ((item = next_item(&a->next)) < a->sequences * a->heads) {
+    long sequence = item / a->heads, head = item % a->heads, at = a->state_start + head * size;
+    const int32_t *read = a->read ? a->read + sequence * a->pages_per_block : 0;
+    const int32_t *written = a->written ? a->written + sequence * a->pages_per_block : 0;
+    float *to = written ? in_pages(a, written, at, size) : 0, *new = to ? to : copied;
+    const float *in = read ? in_pages(a, read, at, size) : 0, *old = in ? in : copied;
+    if (!read)
+      memset(copied, 0, size);
+    else if (!in)
+      copy_in_pages(a, read, at, copied, size, 0);
+    if (a->skip)
+      mamba_head(a, sequence, head, old, new, bf16);
+    else
+      delta_head(a, sequence, head, old, new, bf16);
+    if (written && !to) copy_in_pages(a, written, at, copied, size, 1);
   }
 }
 
 static void update_states(void *data) {
   struct recurrence *a = data;
-  long values = a->key * a->value, size = values * 4, item;
-  float copied[values];  // of a state that lies in two pages
-  while ((item = next_item(&a->next)) < a->sequences * a->heads) {
-    long sequence = item / a->heads, head = item % a->heads, at = a->state_start + head * size;
-    const int32_t *read = a->read + sequence * a->pages_per_block, *written = a->written + sequence * a->pages_per_block;
-    const float *in = in_page(a, read, at, size), *old = in ? in : copied;
-    float *to = in_page(a, written, at, size), *new = to ? to : copied;
-    if (!in) copy_in_pages(a, read, at, copied, size, 0);
-    if (a->skip)
-      mamba_head(a, sequence, head, old, new);
-    else
-      delta_head(a, sequence, head, old, new);
-    if (!to) copy_in_pages(a, written, at, copied, size, 1);
+  if (a->bf16)
+    update_items(a, 1);
+  else
+    update_items(a, 0);
+}
+
+INLINE floats gate_of(const struct recurrence *a, floats x) {
+  if (a->gate == SILU) return swish_of(x, 1.0f);
+  return a->gate == SIGMOID ? 1.0f / (1.0f + exp2_of(larger(all(-87.0f), x) * -LOG2E)) : x;
+}
+
+INLINE void gate_items(struct recurrence *a, int bf16) {
+  long size = a->norm_size, token;
+  float gates[size];
+  while ((token = next_item(&a->next)) < a->sequences * a->tokens) {
+    const void *row = row_of(a, token, bf16);
+    void *to = (void *)at(a->outputs, a->rows[token] * a->inner, bf16);
+    for (long first = 0; first < a->inner; first += size) {
+      float *out = a->convolved + token * a->channels + a->values_from + first;
+      int neighbours = are_neighbours(a->gate_from + first, size);
+      floats squares = {};
+      for (long i = 0; i < size; i += VEC) {
+        floats x = load_up_to(out, i, size - i, 0);
+        floats gate = gate_of(a, load_places(row, a->gate_from + first, i, size - i, neighbours, bf16));
+        store_up_to(gates, i, gate, size - i, 0);
+        if (a->gate_first) x *= gate;
+        squares += x * x;
+      }
+      float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / size + a->eps);
+      for (long i = 0; i < size; i += VEC) {
+        floats x = load_up_to(out, i, size - i, 0) * load_up_to(gates, i, size - i, 0);
+        if (a->norm_weight) x *= scale * load_up_to(a->norm_weight, first + i, size - i, 0);
+        store_up_to(to, first + i, x, size - i, bf16);
+      }
+    }
   }
 }
 
 static void gate_outputs(void *data) {
   struct recurrence *a = data;
-  long size = a->norm_size, inner = a->heads * a->value, groups = inner / size, item;
-  while ((item = next_item(&a->next)) < a->sequences * groups) {
-    long sequence = item / groups, first = item % groups * size;
-    const float *row = a->projected + sequence * a->row_stride;
-    float *out = a->out + sequence * inner + first, gates[size];
-    floats squares = {};
-    for (long i = 0; i < size; i++) gates[i] = row[a->gate_from[first + i]];
-    for (long i = 0; i < size; i += VEC) {
-      floats x = load_up_to(out, i, size - i), gate = swish_of(load_up_to(gates, i, size - i), 1.0f);
-      store_up_to(gates, i, gate, size - i);
-      if (a->gate_first) x *= gate;
-      squares += x * x;
-    }
-    float scale = 1.0f / __builtin_sqrtf(sum_of(squares) / size + a->eps);
-    for (long i = 0; i < size; i += VEC) {
-      floats x = load_up_to(out, i, size - i) * load_up_to(gates, i, size - i);
-      if (a->norm_weight) x *= scale * load_up_to(a->norm_weight, first + i, size - i);
-      store_up_to(out, i, x, size - i);
-    }
-  }
+  if (a->bf16)
+    gate_items(a, 1);
+  else
+    gate_items(a, 0);
 }
 
-// Return 0; or 1 if a page does not exist, and then nothing was computed.
+// Return 0; or, if nothing was computed, 1: a page does not exist, or 2: a row.
 EXPORT int pagewise_recur(struct recurrence *a) {
   for (long i = 0; i < a->sequences * a->pages_per_block; i++)
-    if (a->read[i] < 0 || a->read[i] >= a->num_pages || a->written[i] < 0 || a->written[i] >= a->num_pages) return 1;
-  long threads = a->sequences * a->heads * a->key * a->value < ALONE_STATES ? 1 : a->threads;
+    if ((a->read && (a->read[i] < 0 || a->read[i] >= a->num_pages)) ||
+        (a->written && (a->written[i] < 0 || a->written[i] >= a->num_pages)))
+      return 1;
+  for (long i = 0; i < a->sequences * a->tokens; i++)
+    if (a->rows[i] < 0 || a->rows[i] >= a->num_rows) return 2;
+  long values = a->sequences * a->tokens * (a->heads ? a->heads * a->key * a->value : a->channels * a->width);
   void (*bodies[])(void *) = {convolve_all, update_states, gate_outputs};
   for (int i = 0; i < 3; i++) {
+    if (i == 1 && !a->heads) continue;
     a->next = 0;
-    run_team(a->parallel, threads, bodies[i], a);
+    run_team(a->parallel, values < ALONE_STATES ? 1 : a->threads, bodies[i], a);
   }
   return 0;
 }

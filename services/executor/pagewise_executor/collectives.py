@@ -34,6 +34,9 @@ class Ranks:
         self.on_host = size if on_host is None else on_host
         self._interface = contextlib.ExitStack()
 
+    def __deepcopy__(self, memo: object) -> "Ranks":
+        return self  # they are of the process: copies of a module compute with the same ones
+
     @classmethod
     def join(
         cls, rank: int, size: int, store: Path | str, *, cuda: bool,

@@ -57,8 +57,8 @@ class ForwardPass:
         self.forward_context = ForwardContext()
         self._upload, self._rope_lengths = Uploads(loaded.device), loaded.rope.lengths
         self._recurrent_context = RecurrentContext()
-        singles = find_recurrences(loaded.model, loaded.recurrent) if loaded.kernels == "cpu" else {}
-        self._recurrent = page_states(loaded.model, loaded.recurrent, self._recurrent_context, singles)
+        operations = find_recurrences(loaded.model, loaded.recurrent) if loaded.kernels == "cpu" else {}
+        self._recurrent = page_states(loaded.model, loaded.recurrent, self._recurrent_context, operations)
 
     def attach(self, pool: KVPool) -> None:
         """Use the K and V of ``pool`` from now on."""

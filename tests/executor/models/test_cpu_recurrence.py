@@ -1,12 +1,14 @@
-"""Recurrent modules whose single tokens the CPU operations compute, and those that stay with PyTorch."""
+"""Recurrent modules that the CPU operations compute, and those that stay with PyTorch."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from pagewise_executor.models.cpu_recurrence import find_recurrences
+from pagewise_executor.models.cpu_recurrence import CpuRecurrence, find_recurrences
+from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.recurrent import (
     PagedRecurrence,
     RecurrentContext,
@@ -19,56 +21,97 @@ from torch import nn
 from tests.cpu_kernels import need_cpu_kernels
 from tests.model_builders import RECURRENT, build_model
 
-COMPUTED = [
-    "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba",
-]  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def _kernels() -> None:
     need_cpu_kernels()
 
 
-def recurrent_model(family: str, path: Path, **settings: object) -> tuple[Any, list[RecurrentLayer]]:
+def recurrent_model(
+    family: str, path: Path, dtype: torch.dtype = torch.float32, **settings: object
+) -> tuple[Any, list[RecurrentLayer]]:
     build_model(family, path, seed=5, **settings)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("A_log", "dt_bias", ".D", "conv1d.bias", "norm.weight")):
                 parameter.add_(torch.randn_like(parameter) / 2)
-    layers = try_without_weights(str(path), model.config, torch.float32, trust_remote_code=False).recurrent
-    return model, layers
+    return model, list(try_without_weights(str(path), model.config, dtype, trust_remote_code=False).recurrent)
+
+
+class Steps:
+    """Sequences with states in the pages of blocks, which a layer with ``operation`` computes, or without one."""
+
+    def __init__(self, module: Any, layer: RecurrentLayer, size: int) -> None:
+        self.module, self.layer, page = module, layer, 100
+        self.count, self.per_block = 5, -(-(layer.num_bytes + 4) // page)
+        self.pages = torch.randperm(2 * self.count * self.per_block).int().view(2, self.count, self.per_block)
+        self.memory = torch.zeros(2 * self.count * self.per_block, page, dtype=torch.uint8)
+        self.hidden = torch.randn(1, 64, size)
+        self.held = [torch.randn(self.count, *state.shape).mul(0.5).to(state.dtype) for state in layer.states]
+
+    def compute(
+        self, operation: CpuRecurrence | None, module: Any, sizes: tuple[int, ...], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Outputs and states. Batches of as many tokens of three sequences that go on, and of two that begin."""
+        context, memory = RecurrentContext(), self.memory.clone()
+        paged = PagedRecurrence(module, self.layer, context, operation)
+        paged.attach(memory, 4)
+        for place, held in zip(paged._places, self.held, strict=True):
+            place.store(memory, self.pages[0], held)
+        order, batches = torch.randperm(64, generator=torch.Generator().manual_seed(0)), []
+        for size in sizes:
+            for begins, rows in ((False, slice(0, 3)), (True, slice(3, 5))):
+                count = rows.stop - rows.start
+                tokens, order = order[: count * size].view(count, size), order[count * size :]
+                read = None if begins else self.pages[0, rows]
+                batches.append(StateBatch(tokens, read, self.pages[1, rows]))
+        context.batches = batches
+        with torch.no_grad():
+            out = paged(self.hidden.to(dtype))[0]
+        computed = torch.cat([batch.tokens.flatten() for batch in batches])
+        return [out[computed].float(), *(place.load(memory, self.pages[1]).float() for place in paged._places)]
 
 
 @pytest.mark.parametrize("family", RECURRENT)
-def test_single_tokens_are_those_of_the_module(family: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_module(family: str, tmp_path: Path) -> None:
     model, layers = recurrent_model(family, tmp_path)
     found = find_recurrences(model, layers)
-    assert list(found) == [layer.name for layer in layers if family in COMPUTED]
-    context = RecurrentContext()
-    for name, single in found.items():
-        module: Any = model.get_submodule(name)
-        layer = next(layer for layer in layers if layer.name == name)
-        count, page = 5, 100
-        per_block = -(-(layer.num_bytes + 4) // page)
-        pages = torch.randperm(2 * count * per_block).int().view(2, count, per_block)
-        states = torch.randn(len(pages[0]), per_block * page // 4).mul(0.5).view(torch.uint8)
-        tokens = torch.tensor([[1], [2], [4], [5], [7]])
-        context.batches = [StateBatch(tokens, pages[0], pages[1])]
-        hidden = torch.randn(1, 8, model.config.hidden_size)
-        results = []
-        for one in (None, single):
-            memory = torch.zeros(2 * count * per_block, page, dtype=torch.uint8)
-            memory[pages[0]] = states.view(count, per_block, page)
-            paged = PagedRecurrence(module, layer, context, one)
-            paged.attach(memory, 4)
-            with torch.no_grad():
-                out = paged(hidden)[0, tokens[:, 0]]
-            new = memory[pages[1]].flatten(1)[:, 4 : 4 + layer.num_bytes].contiguous().view(torch.float32)
-            results.append((out, new))
-        for expected, computed in zip(*results, strict=True):
-            torch.testing.assert_close(computed, expected, atol=2e-5, rtol=2e-4)
+    assert list(found) == [layer.name for layer in layers]
+    for layer in layers:
+        operation, module = found[layer.name], model.get_submodule(layer.name)
+        assert operation.chunks
+        steps = Steps(module, layer, model.config.hidden_size)
+        for sizes in ((1,), (2,), (9,)):
+            expected = steps.compute(None, module, sizes, torch.float32)
+            for one, computed in zip(expected, steps.compute(operation, module, sizes, torch.float32), strict=True):
+                torch.testing.assert_close(computed, one, atol=5e-5, rtol=5e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "falcon_h1", "lfm2", "kimi_linear"])
+def test_bfloat16_is_as_near_to_float32_as_the_module(family: str, tmp_path: Path) -> None:
+    """Also with packed linear layers. States stay in the types in which transformers has them."""
+    model, layers = recurrent_model(family, tmp_path, torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    whole = copy.deepcopy(model)
+    pack_linears(model, "cpu")
+    found = find_recurrences(model, layers)
+    assert list(found) == [layer.name for layer in layers]
+    layer = layers[-1]
+    steps = Steps(None, layer, model.config.hidden_size)
+    steps.hidden = steps.hidden.bfloat16().float()
+    in_float32 = layer.__class__(layer.name, tuple(state._replace(dtype=torch.float32) for state in layer.states))
+    wide = Steps(None, in_float32, model.config.hidden_size)
+    wide.hidden, wide.held = steps.hidden, [held.float() for held in steps.held]
+    for sizes in ((1,), (7,)):
+        expected = wide.compute(None, exact.get_submodule(layer.name), sizes, torch.float32)
+        rounded = steps.compute(None, whole.get_submodule(layer.name), sizes, torch.bfloat16)
+        computed = steps.compute(found[layer.name], model.get_submodule(layer.name), sizes, torch.bfloat16)
+        for one, by_module, by_operation in zip(expected, rounded, computed, strict=True):
+            error = (by_operation - one).abs().mean()
+            assert error <= 1.1 * (by_module - one).abs().mean() + 1e-6
+            assert error < 0.02 * one.abs().max()
 
 
 def test_what_computes_otherwise_stays_with_pytorch(tmp_path: Path) -> None:
@@ -82,9 +125,40 @@ def test_what_computes_otherwise_stays_with_pytorch(tmp_path: Path) -> None:
     assert list(find_recurrences(model, layers)) == [layers[2].name]
 
 
-def test_scaled_projections_stay_with_pytorch(tmp_path: Path) -> None:
-    model, layers = recurrent_model("falcon_h1", tmp_path, ssm_multipliers=[0.5, 2.0, 0.3, 1.0, 0.7])
-    assert not find_recurrences(model, layers)
+def test_chunks_that_are_computed_otherwise_stay_with_pytorch(tmp_path: Path) -> None:
+    model, layers = recurrent_model("nemotron_h", tmp_path)
+    module: Any = model.get_submodule(layers[0].name)
+    plain = type(module).forward
+
+    def forward(self: Any, hidden: torch.Tensor, cache_params: Any = None) -> torch.Tensor:
+        result: torch.Tensor = plain(self, hidden, cache_params)
+        return result * (2 if hidden.shape[1] > 1 else 1)
+
+    module.__class__ = type("Other", (type(module),), {"forward": forward})
+    found = find_recurrences(model, layers)
+    assert [one.chunks for one in found.values()] == [False, True]
+    steps = Steps(module, layers[0], model.config.hidden_size)
+    for sizes in ((1,), (3,)):
+        expected = steps.compute(None, module, sizes, torch.float32)
+        for one, computed in zip(
+            expected, steps.compute(found[layers[0].name], module, sizes, torch.float32), strict=True
+        ):
+            torch.testing.assert_close(computed, one, atol=5e-5, rtol=5e-4)
+
+
+def test_scaled_projections_are_computed(tmp_path: Path) -> None:
+    model, layers = recurrent_model(
+        "falcon_h1", tmp_path, ssm_multipliers=[0.5, 2.0, 0.3, 1.0, 0.7], ssm_in_multiplier=0.3
+    )
+    found = find_recurrences(model, layers)
+    assert list(found) == [layer.name for layer in layers]
+    module = model.get_submodule(layers[0].name)
+    steps = Steps(module, layers[0], model.config.hidden_size)
+    for sizes in ((1,), (6,)):
+        expected = steps.compute(None, module, sizes, torch.float32)
+        computed = steps.compute(found[layers[0].name], module, sizes, torch.float32)
+        for one, other in zip(expected, computed, strict=True):
+            torch.testing.assert_close(other, one, atol=5e-5, rtol=5e-4)
 
 
 class Squared(nn.Module):

@@ -167,15 +167,18 @@ class _Place:
         return torch.empty(count, *self.state.shape, dtype=self.state.dtype, device=device)
 
 
-class SingleTokens(Protocol):
-    """Computes one token of each of some sequences that have states, as a recurrent module does."""
+class Operation(Protocol):
+    """Computes tokens as a recurrent module does."""
+
+    def takes(self, batch: StateBatch) -> bool:
+        """Return whether it computes such tokens."""
+        ...
 
     def __call__(
-        self, hidden: torch.Tensor, memory: torch.Tensor, read: torch.Tensor, written: torch.Tensor,
-        starts: Mapping[StateKey, int],
-    ) -> torch.Tensor:  # fmt: skip
-        """Return outputs [sequences, size] for hidden states [sequences, size]; read and write the states in
-        ``memory``, where ``starts`` are their first bytes in a block."""
+        self, hidden: torch.Tensor, batches: Sequence[StateBatch], memory: torch.Tensor, starts: Mapping[StateKey, int]
+    ) -> torch.Tensor:
+        """Return outputs [tokens, size] for hidden states [tokens, size], of which ``batches`` have the indices; read
+        and write the states in ``memory``, where ``starts`` are their first bytes in a block."""
         ...
 
 
@@ -183,15 +186,15 @@ class PagedRecurrence:
     """Replaces the forward pass of a recurrent module, whose states are kept in pages.
 
     Of the arguments it needs the first one alone, hidden states [1, tokens, size]: the trial without weights has
-    checked that the others are masks of padding, which a flat batch does not have. ``single``: computes sequences with
-    one token each that go on; None: the module does.
+    checked that the others are masks of padding, which a flat batch does not have. ``operation``: computes the batches
+    that it takes; None: the module computes all.
     """
 
     def __init__(
-        self, module: nn.Module, layer: RecurrentLayer, context: RecurrentContext, single: SingleTokens | None = None
+        self, module: nn.Module, layer: RecurrentLayer, context: RecurrentContext, operation: Operation | None = None
     ) -> None:
         self._forward, self._cache = module.forward, cache_name(module)
-        self._layer, self._context, self._single = layer, context, single
+        self._layer, self._context, self._operation = layer, context, operation
         self._starts: dict[StateKey, int] = {}
         self._places: list[_Place] = []
 
@@ -207,9 +210,12 @@ class PagedRecurrence:
 
     def __call__(self, hidden_states: torch.Tensor, *_: object, **__: object) -> Any:
         """Compute the outputs [1, tokens, ...] of a flat batch, and update the states of its sequences."""
+        batches, operation = self._context.batches, self._operation
+        if operation is not None and all(operation.takes(batch) for batch in batches):
+            return operation(hidden_states[0], batches, self._memory, self._starts)[None]
         outputs: list[torch.Tensor] = []
         single = True
-        for batch in self._context.batches:
+        for batch in batches:
             found = self._compute(hidden_states[0][batch.tokens], batch)
             single = isinstance(found, torch.Tensor)
             parts = [found] if single else found
@@ -222,8 +228,10 @@ class PagedRecurrence:
     def _compute(self, hidden: torch.Tensor, batch: StateBatch) -> Any:
         """Compute the outputs of the tokens of a batch [sequences, tokens, size], and update its states."""
         memory = self._memory
-        if self._single is not None and batch.read is not None and hidden.shape[1] == 1:
-            return self._single(hidden[:, 0], memory, batch.read, batch.written, self._starts)[:, None]
+        if self._operation is not None and self._operation.takes(batch):
+            here = batch._replace(tokens=torch.arange(batch.tokens.numel()).view(batch.tokens.shape))
+            found = self._operation(hidden.flatten(0, 1), [here], memory, self._starts)
+            return found.view(*batch.tokens.shape, -1)
         held = {
             place.state.key: place.empty(len(batch.written), memory.device)
             if batch.read is None
@@ -240,16 +248,16 @@ def page_states(
     model: nn.Module,
     layers: Sequence[RecurrentLayer],
     context: RecurrentContext,
-    singles: Mapping[str, SingleTokens],
+    operations: Mapping[str, Operation],
 ) -> list[PagedRecurrence]:
     """Let the recurrent modules of a model keep their states in pages; return what replaces their forward passes.
 
-    ``singles``: what computes single tokens in place of the modules with these names.
+    ``operations``: what computes tokens in place of the modules with these names.
     """
     found = []
     for layer in layers:
         module: Any = model.get_submodule(layer.name)
-        module.forward = paged = PagedRecurrence(module, layer, context, singles.get(layer.name))
+        module.forward = paged = PagedRecurrence(module, layer, context, operations.get(layer.name))
         found.append(paged)
     return found
 

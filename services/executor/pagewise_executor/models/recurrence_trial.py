@@ -1,0 +1,333 @@
+"""Which form of the CPU operations computes what a recurrent module computes.
+
+The projections of a module are the parts that get its input, and those that get what these give. When numbers take
+the place of what they give, its conv state and the gate of its norm tell which outputs these come from. What is left
+has few possible orders. They are tried, as the forms of the norm are, until the operation gives the outputs and states
+of the module for tokens that show how it computes.
+
+The trial is in float32, also of models in bfloat16: of these, a copy of the module computes between the projections.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pagewise_executor.models.recurrent import CONV, RECURRENT, State, StateCache, StateKey, cache_name
+
+if TYPE_CHECKING:
+    from pagewise_kernels.cpu.recurrent import Gate, Places, RecurrentStep, Weights
+
+_SIZES = torch.tensor([0.3, 1.0, 1.0, 3.0])
+"""Sizes of the hidden states of a comparison, each of another sequence."""
+_CHUNKS = (3, True), (5, False)
+"""The chunks of comparisons: tokens of each sequence, and whether it has states."""
+_MOST = 1e-4
+"""By so much of the largest value, results may be apart."""
+
+
+class Projections:
+    """From hidden states [tokens, size] to rows of projections [tokens, outputs].
+
+    ``chains``: of modules, each of which gets what the one before gives. Hidden states are multiplied by ``scale``
+    before, and the outputs of all chains by ``vector`` [outputs] behind.
+    """
+
+    def __init__(self, chains: Sequence[Sequence[nn.Module]], scale: float, vector: torch.Tensor | None) -> None:
+        self._chains, self._scale, self._vector = chains, scale, vector
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the rows."""
+        if self._scale != 1:
+            hidden = hidden * self._scale
+        parts = []
+        for chain in self._chains:
+            part = hidden
+            for module in chain:
+                part = module(part)
+            parts.append(part)
+        projected = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return projected if self._vector is None else projected * self._vector
+
+
+class Form(NamedTuple):
+    """An operation that computes a module. ``chunks``: also several tokens of a sequence, and the first ones."""
+
+    projections: Projections
+    step: "RecurrentStep"
+    out: nn.Module
+    chunks: bool
+
+
+class _InFloat32(nn.Module):
+    """A part of a module, whose inputs and outputs are in float32 here."""
+
+    def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.whole, self._dtype = (part,), dtype  # in a tuple it is no submodule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the part's outputs."""
+        result: torch.Tensor = self.whole[0](x.to(self._dtype))
+        return result.float()
+
+
+class _Call(NamedTuple):
+    """A part of a module that was called, with what it got and gave."""
+
+    part: nn.Module
+    given: tuple[Any, ...]
+    result: Any
+
+
+class _Case(NamedTuple):
+    """What a module computes of the tokens ``hidden`` [sequences, tokens, size]. ``begun``: the sequences have states;
+    ``after``: the states behind these tokens; ``last``: the call whose result is that of the module, or None."""
+
+    hidden: torch.Tensor
+    begun: bool
+    after: dict[StateKey, torch.Tensor]
+    calls: list[_Call]
+    last: _Call | None
+
+
+class RecurrenceTrial:
+    """A recurrent module, and what it computes of tokens of some sequences. ``size``: of hidden states."""
+
+    def __init__(self, module: nn.Module, states: Sequence[State], size: int) -> None:
+        self._states, self._size = states, size
+        self._shapes = {state.key: state.shape for state in states}
+        self._original = module
+
+    def find(self) -> Form | None:
+        """Return what computes the same; None: the operations do not."""
+        types = {state.key[0]: state.dtype for state in self._states}
+        dimensions = {state.key: len(state.shape) for state in self._states}
+        if dimensions not in ({(CONV, 0): 2}, {(CONV, 0): 2, (RECURRENT, 0): 3}):
+            return None
+        if types[CONV] not in (torch.float32, torch.bfloat16) or types.get(RECURRENT, torch.float32) != torch.float32:
+            return None
+        parts = [part for part in self._original.modules() if _is_linear(part)]
+        memo = {id(part): _InFloat32(part, types[CONV]) for part in parts}
+        self._module = copy.deepcopy(self._original, memo).float()
+        self._convolutions = [part for part in self._module.modules() if isinstance(part, nn.Conv1d)]
+        return self._find() if len(self._convolutions) == 1 else None
+
+    def _find(self) -> Form | None:
+        from pagewise_kernels.cpu.recurrent import RecurrentStep
+
+        case = self._case(1, begun=True)
+        chains, scale = _chains(case.calls, case.hidden)
+        if not chains or case.last is None or not isinstance(out := case.last.part, _InFloat32):
+            return None
+        norm = next((call.part for call in case.calls if _is_norm(call)), None)
+        results = [next(call.result for call in case.calls if call.part is chain[-1]) for chain in chains]
+        outs, total = [one.shape[-1] for one in results], sum(one.shape[-1] for one in results)
+        vectors = [one.detach().flatten() for one in self._module.buffers() if one.numel() == total and one.all()]
+        state, kept = self._shapes.get((RECURRENT, 0)), self._shapes[CONV, 0][-1]
+        for vector in (None, *vectors):
+            projections = Projections(chains, scale, vector)
+            for weights, places in self._forms(norm, [chain[-1] for chain in chains], outs, vector):
+                try:
+                    step = RecurrentStep(weights, places, state, kept)  # type: ignore[arg-type]
+                except (ValueError, TypeError):  # another form may fit
+                    continue
+                if self._computes(projections, step, case):
+                    chunks = all(
+                        self._computes(projections, step, self._case(tokens, begun=begun)) for tokens, begun in _CHUNKS
+                    )
+                    own = [[part.whole[0] for part in chain if isinstance(part, _InFloat32)] for chain in chains]
+                    dtype = next(one.dtype for one in self._states if one.key[0] == CONV)
+                    real = Projections(own, scale, None if vector is None else vector.to(dtype))
+                    return Form(real, step, out.whole[0], chunks)
+        return None
+
+    def _case(self, tokens: int, *, begun: bool) -> _Case:
+        """Let the module compute tokens of each sequence."""
+        hidden = (_some(len(_SIZES), tokens, self._size) * _SIZES[:, None, None]).bfloat16().float()
+        after = self._before(begun=begun)
+        result, calls = self._run(hidden, after, begun=begun)
+        return _Case(hidden, begun, after, calls, calls[-1] if calls and _same(calls[-1].result, result) else None)
+
+    def _before(self, *, begun: bool) -> dict[StateKey, torch.Tensor]:
+        return {
+            key: (_some(len(_SIZES), *shape) / 2 if begun else torch.zeros(len(_SIZES), *shape))
+            for key, shape in self._shapes.items()
+        }
+
+    def _run(
+        self, hidden: torch.Tensor, states: dict[StateKey, torch.Tensor],
+        instead: Mapping[nn.Module, torch.Tensor] | None = None, *, begun: bool = True,
+    ) -> tuple[Any, list[_Call]]:  # fmt: skip
+        """Let the module compute tokens, and update ``states``; return its outputs and its calls.
+
+        ``instead``: what takes the place of the results of parts.
+        """
+        calls: list[_Call] = []
+
+        def note(part: nn.Module, given: tuple[Any, ...], result: Any) -> Any:
+            calls.append(_Call(part, given, result))
+            return (instead or {}).get(part)
+
+        with ExitStack() as stack:
+            for part in self._module.modules():
+                if not list(part.children()):
+                    handle = part.register_forward_hook(note)
+                    stack.callback(handle.remove)
+            cache = StateCache(states, begun=begun)
+            found = self._module.forward(hidden, **{cache_name(self._module): cache})
+        return found, calls
+
+    def _sources(
+        self, norm: nn.Module | None, ends: list[nn.Module], outs: list[int], vector: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return which outputs of the projections are inputs of the convolution, of the gate, and neither."""
+        numbers = torch.arange(sum(outs), dtype=torch.float32)[None, None]
+        states = {key: torch.zeros(1, *shape) for key, shape in self._shapes.items()}
+        given = numbers if vector is None else numbers / vector
+        instead = dict(zip(ends, torch.split(given, outs, dim=2), strict=True))
+        _, calls = self._run(torch.zeros(1, 1, self._size), states, instead)
+        conv = states[CONV, 0][0, :, -1].round()
+        gates = [call.given[1].flatten().round() for call in calls if call.part is norm]
+        gate = gates[0] if gates else torch.empty(0)
+        rest = torch.tensor([i for i in numbers.flatten().tolist() if i not in {*conv.tolist(), *gate.tolist()}])
+        if not gates:
+            inner = math.prod(self._shapes[RECURRENT, 0][:2])
+            gate, rest = rest[:inner], rest[inner:]
+        return conv.long(), gate.long(), rest.long()
+
+    def _forms(
+        self, norm: nn.Module | None, ends: list[nn.Module], outs: list[int], vector: torch.Tensor | None
+    ) -> Iterator[tuple["Weights", "Places"]]:
+        """Yield the forms that the module may have."""
+        from pagewise_kernels.cpu.recurrent import Places, Weights
+
+        total, (convolution,) = sum(outs), self._convolutions
+        base = Weights(conv=convolution.weight.detach().squeeze(1), conv_bias=convolution.bias)
+        if (RECURRENT, 0) not in self._shapes:
+            if total == 3 * len(convolution.weight):
+                thirds = torch.arange(total).view(3, -1)
+                for i in range(3):
+                    gate, conv, times = thirds.roll(i, 0)
+                    yield replace(base, conv_silu=False, gate="alone"), Places(conv=conv, times=times, gate=gate)
+            return
+        parameters = {name.rpartition(".")[2]: one.detach() for name, one in self._module.named_parameters()}
+        if not {"A_log", "dt_bias"} <= set(parameters):
+            return
+        conv, gate, rest = self._sources(norm, ends, outs, vector)
+        if not torch.equal(torch.cat([conv, gate, rest]).sort().values, torch.arange(total)):
+            return  # something is computed of the projections first
+        skip, weight = parameters.get("D"), getattr(norm, "weight", None)
+        inner, heads, key = gate.numel(), *self._shapes[RECURRENT, 0][:: 1 if skip is None else 2][:2]
+        sizes, groups = [1], max(1, (conv.numel() - inner) // (2 * key))
+        if weight is not None:
+            sizes = [weight.numel()] if weight.numel() < inner else [inner, inner // groups]
+            weight = weight.detach().repeat(max(1, inner // weight.numel()))
+        eps = next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), 1e-6)
+        limits = getattr(self._module, "time_step_limit", None) or (0.0, math.inf)
+        orders: list[tuple[torch.Tensor, torch.Tensor | None]] = [(rest, None)]
+        if skip is None and rest.numel() == 2 * heads and heads % groups == 0:
+            orders = list(_halves(rest, heads, heads // groups))
+        elif skip is None and rest.numel() == heads * key + heads:
+            orders = [(rest[:-heads], rest[-heads:]), (rest[heads:], rest[:heads])]
+        kinds: tuple[Gate, Gate] = ("silu", "sigmoid")
+        for (decay, beta), norm_size, kind, first, scale in itertools.product(
+            orders, sizes, kinds, (False, True), (1.0, 2.0) if skip is None else (1.0,)
+        ):
+            yield (
+                replace(
+                    base, a_log=parameters["A_log"].flatten(), dt_bias=parameters["dt_bias"].flatten(),
+                    skip=skip, norm=weight, norm_size=norm_size, eps=eps, gate=kind, gate_first=first, beta_scale=scale,
+                    dt_limits=tuple(limits),
+                ),
+                Places(conv=conv, gate=gate, decay=decay, beta=beta),
+            )  # fmt: skip
+
+    def _computes(self, projections: Projections, step: "RecurrentStep", case: _Case) -> bool:
+        """Return whether an operation computes what the last projection of a module gets, and the states."""
+        from pagewise_kernels.cpu.recurrent import Blocks
+
+        if case.last is None:
+            return False
+        before, count = self._before(begun=case.begun), len(case.hidden)
+        memory = torch.cat([state.flatten(1) for state in before.values()], dim=1).view(torch.uint8)
+        sizes = [state[0].numel() for state in before.values()]
+        starts = dict(zip(before, itertools.accumulate([4 * size for size in sizes], initial=0), strict=False))
+        pages = torch.arange(count, dtype=torch.int32)[:, None]
+        projected = projections(case.hidden.flatten(0, 1))
+        rows = torch.arange(len(projected)).view(count, -1)
+        blocks = Blocks(memory, pages if case.begun else None, pages, starts[CONV, 0], starts.get((RECURRENT, 0), 0))
+        outputs = step.compute(projected, rows, blocks, step.empty_outputs(projected)).view(count, -1)
+        states = torch.split(memory.view(torch.float32), sizes, dim=1)
+        return _near(outputs, case.last.given[0].flatten(1)) and all(
+            _near(found, state.flatten(1)) for found, state in zip(states, case.after.values(), strict=True)
+        )
+
+
+def _chains(calls: Sequence[_Call], hidden: torch.Tensor) -> tuple[list[list[nn.Module]], float]:
+    """Return the chains of projections, and by what hidden states are multiplied before them."""
+    found: list[tuple[list[nn.Module], Any]] = []
+    scale = 1.0
+    for part, given, result in calls:
+        if not isinstance(part, _InFloat32) or len(given) != 1:
+            continue
+        if (ratio := _ratio(given[0], hidden)) is not None:
+            scale = ratio
+            found.append(([part], result))
+        else:
+            for i, (chain, before) in enumerate(found):
+                if _same(given[0], before):
+                    found[i] = [*chain, part], result
+    return [chain for chain, _ in found], scale
+
+
+def _ratio(given: torch.Tensor, hidden: torch.Tensor) -> float | None:
+    """Return by what hidden states were multiplied; None: something else was done to them."""
+    if given.shape != hidden.shape:
+        return None
+    at = hidden.abs().argmax()
+    ratio = float(given.flatten()[at].double() / hidden.flatten()[at].double())
+    return ratio if torch.allclose(given, hidden * ratio, rtol=1e-6, atol=0) else None
+
+
+def _halves(rest: torch.Tensor, *sizes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the orders of inputs of decays and of betas, of which as many as one of ``sizes`` follow each other."""
+    for size in dict.fromkeys(sizes):
+        first, second = rest.view(-1, 2, size).unbind(1)
+        yield second.flatten(), first.flatten()
+        yield first.flatten(), second.flatten()
+
+
+def _is_linear(part: nn.Module) -> bool:
+    """Return whether a part may be a projection: it has no parts, and is neither a norm nor a convolution."""
+    weight = getattr(part, "weight", None)
+    return not list(part.children()) and not (
+        isinstance(part, nn.Conv1d) or (isinstance(weight, torch.Tensor) and weight.dim() == 1)
+    )
+
+
+def _is_norm(call: _Call) -> bool:
+    """Return whether a part gets values and a gate."""
+    tensors = len(call.given) == 2 and all(isinstance(one, torch.Tensor) for one in call.given)
+    return tensors and isinstance(getattr(call.part, "weight", None), nn.Parameter)
+
+
+def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether results [sequences, size] are the same but for rounding."""
+    errors = (found - expected).abs().amax(dim=1)
+    return bool((errors <= _MOST * expected.abs().amax(dim=1)).all())
+
+
+def _same(found: object, expected: torch.Tensor) -> bool:
+    return isinstance(found, torch.Tensor) and torch.equal(found, expected)
+
+
+def _some(*shape: int) -> torch.Tensor:
+    """Return values of about one that are the same each time."""
+    return torch.cos(torch.arange(math.prod(shape), dtype=torch.float64).square()).float().view(shape) * math.sqrt(2)
