@@ -254,22 +254,21 @@ def page_states(
     return found
 
 
-def check_recurrent(config: ExecutorConfig, device: torch.device, num_ranks: int) -> None:
+def check_recurrent(config: ExecutorConfig, device: torch.device) -> None:
     """Check that the options are for models with recurrent layers.
 
     Raises:
         ModelError: they are not.
     """
     refused = {
-        f"--tensor-parallel {num_ranks}": num_ranks > 1,
         "--kv-mapping mmu": config.kv_mapping == "mmu",
         "--kernels triton": config.kernels == "triton",
         "--device cuda": device.type == "cuda",
     }
     if options := [option for option, given in refused.items() if given]:
         raise ModelError(
-            f"{options[0]}: {config.model} has recurrent layers, which are computed on the CPU only, by one "
-            "rank, and with block tables"
+            f"{options[0]}: {config.model} has recurrent layers, which are computed on the CPU only, and with block "
+            "tables"
         )
 
 
