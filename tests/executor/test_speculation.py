@@ -16,7 +16,7 @@ from pagewise_shared.sampling import SamplingParams
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.runners import build_runner
-from tests.model_builders import build_model
+from tests.model_builders import RECURRENT, build_model
 
 NGRAM = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, disable_by_batch_size=4)
 
@@ -92,6 +92,20 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, kernels: str) -> None:
 )
 def test_windows_end_where_they_do_without_drafts(tmp_path: Path, family: str, kernels: str) -> None:
     """Windows and chunks of all layers, of some (which are groups of their own), and latents."""
+    need(kernels)
+    check(tmp_path, kernels, family=family)
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("qwen3_next", "cpu"),
+        ("lfm2", "torch"),
+        *(pytest.param(family, "torch", marks=pytest.mark.long) for family in RECURRENT if family != "lfm2"),
+        *(pytest.param(family, "cpu", marks=pytest.mark.long) for family in ("qwen3_5", "nemotron_h", "falcon_h1")),
+    ],
+)
+def test_states_are_those_behind_the_tokens_that_are_kept(tmp_path: Path, family: str, kernels: str) -> None:
     need(kernels)
     check(tmp_path, kernels, family=family)
 
