@@ -10,8 +10,11 @@ from pagewise_executor.collectives import Ranks
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.models.shard_settings import shard_config
+from pagewise_scheduler.core.requests.request import Request
+from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.errors import ModelError
 
+from tests.executor.driver import request, run_requests
 from tests.executor.ranks.groups import LENGTHS, ThreadGroup, config_of, greedy, group_of, prompts
 from tests.executor.references import reference
 from tests.model_builders import RECURRENT, build_model
@@ -83,6 +86,28 @@ def test_tokens_of_processes_equal_those_of_transformers(family: str, tmp_path: 
         found, preempted = greedy(group, num_blocks=8)
         assert found == expected
         assert preempted > 0
+
+
+def test_ranks_verify_drafts(tmp_path: Path) -> None:
+    """With a norm over the heads of both, which sums while they update states by what is kept."""
+    family, settings = SHARED[0]
+    build_model(family, tmp_path, seed=7, **settings)
+    ngram = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1)
+
+    def asked() -> list[Request]:
+        few = {"allowed": (5, 6, 7), "seed": 3}
+        return [
+            request([9, *[5, 6, 7] * 4], 30, name, temperature=heat, **few) for name, heat in (("a", 0), ("b", 0.7))
+        ]
+
+    run_requests(ModelRunner(config_of(tmp_path, 1)), alone := asked())
+    group, found = ThreadGroup(tmp_path, 2), asked()
+    scheduler, _ = run_requests(group, found, speculative=ngram)  # type: ignore[arg-type]
+    group.close()
+    tokens = [[one.sequences[0].output_token_ids.tolist() for one in requests] for requests in (alone, found)]
+    assert tokens[0] == tokens[1]
+    drafts = scheduler.features.drafts
+    assert 5 < drafts.num_accepted_tokens < drafts.num_draft_tokens - 5
 
 
 def test_each_rank_keeps_the_states_of_its_heads(tmp_path: Path) -> None:
