@@ -69,14 +69,16 @@ def _styles(module: Any, name: str, known: dict[str, str]) -> Iterator[tuple[str
 
     ``name``: of the module in the plan ``known`` of transformers.
     """
-    output = next((one for one in _OUTPUTS if _has_linears(module, one)), None)
+    # Where ``out_proj`` comes without norms, modules compute their heads from the size of the hidden state, which stays.
+    outputs = _OUTPUTS if hasattr(module, "q_layernorm") else _OUTPUTS[:2]
+    output = next((one for one in outputs if _has_linears(module, one)), None)
     if recurrent := dict(recurrent_styles(module)):
         yield from recurrent.items()
     elif output is not None and _has_linears(module, *_PROJECTIONS):
         yield from _PROJECTIONS.items()
         yield output, ROWS
         yield "sinks", COLUMNS
-        yield "gate_proj", COLUMNS
+        yield from (("gate_proj", COLUMNS), ("g_proj", COLUMNS))
         for norm, projection in (("q_norm", module.q_proj), ("k_norm", module.k_proj)):
             weight = getattr(getattr(module, norm, None), "weight", None)
             # Others go over each head. Over the only head, both are the same.
