@@ -1,6 +1,7 @@
 """Plans for an executor with recurrent layers, with tables of attention and blocks of states."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -18,7 +19,7 @@ from pagewise_shared.protocol import (
     pack_int32s,
     unpack_int32s,
 )
-from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.sampling import SamplingParams, num_accepted
 
 from tests.executor.played_runner import PlayedRunner
 from tests.executor.references import reference
@@ -101,26 +102,33 @@ class PlayedStates(PlayedRunner):
         self._left.append(row)
         return self.rows.pop(row)
 
-    def step(self, chunks: dict[int, int] | None = None, *copies: BlockCopies) -> StepResult:
-        """Run a step of all rows that decode, and of ``chunks``: the number of tokens of each row."""
+    def step(
+        self, chunks: dict[int, int] | None = None, *copies: BlockCopies, drafts: Mapping[int, list[int]] = {}
+    ) -> StepResult:
+        """Run a step of all rows that decode, and of ``chunks``: the number of tokens of each row. ``drafts``: of rows
+        that decode."""
         chunks, self.number = chunks or {}, self.number + 1
         decoding = [row for row, held in self.rows.items() if held.num_computed >= held.known]
         for row in decoding:
-            self._grow(row, self.rows[row].num_computed + 1)
+            self._grow(row, self.rows[row].num_computed + 1 + len(drafts.get(row, ())))
         for row, size in chunks.items():
             self._grow(row, self.rows[row].num_computed + size)
         made, self._copies = self._copies, []
         plan = GroupedStepPlan(
             self.epoch, self.number, left=tuple(self._left), joined=tuple(self._joined),
             tables=pack_int32s(self._tables), chunks=tuple(chunks.items()), states=pack_int32s(self._switches),
-            copies=(*made, *copies),
+            copies=(*made, *copies), drafts=tuple((row, pack_int32s(draft)) for row, draft in drafts.items()),
         )  # fmt: skip
         self._joined, self._tables, self._switches, self._left = [], [], [], []
         result = self.runner.execute(plan).result()
         samples = iter(unpack_int32s(result.tokens))
         # Rows decode in the order in which their prefills have ended.
-        for row in self._order(decoding):
+        for row in self._order([row for row in decoding if row not in drafts]):
             self._sampled(row, 1, next(samples))
+        for row, draft in drafts.items():
+            drawn = [next(samples) for _ in range(len(draft) + 1)]
+            for token in drawn[: num_accepted(draft, drawn) + 1]:
+                self._sampled(row, 1, token)
         for row, size in chunks.items():
             held = self.rows[row]
             held.num_computed += size

@@ -16,7 +16,7 @@ from pagewise_shared.sampling import SamplingParams
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.runners import build_runner
-from tests.model_builders import build_model
+from tests.model_builders import RECURRENT, build_model
 
 NGRAM = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, disable_by_batch_size=4)
 
@@ -52,12 +52,14 @@ def outputs(runner: ModelRunner, asked: list[Request], **options: Any) -> tuple[
     return scheduler, [sequence.output_token_ids.tolist() for one in asked for sequence in one.sequences]
 
 
-def check(path: Path, kernels: str, family: str = "llama", **options: Any) -> None:
+def check(path: Path, kernels: str, family: str = "llama", accepted: int = 10, **options: Any) -> None:
     build_model(family, path, seed=5)
     runner = build_runner(path, kernels=kernels, **options)
     # Chunks of other prompts in steps with drafts; few blocks, so that sequences lose theirs and come back.
     # With groups of layers, blocks behind windows are free for others.
-    num_blocks = (110 if runner.info.groups else 160) // runner.info.block_size
+    # They are fewer where a block has states, of which sequences need several at the begin.
+    has_states = any(group.state for group in runner.info.groups)
+    num_blocks = (64 if has_states else 110 if runner.info.groups else 160) // runner.info.block_size
     for more in (
         {},
         {"num_blocks": num_blocks, "recovery": "swap"},
@@ -68,7 +70,7 @@ def check(path: Path, kernels: str, family: str = "llama", **options: Any) -> No
         scheduler, found = outputs(runner, requests(), **settings, speculative=NGRAM)
         assert found == expected
         # 20 to 38. With "swap" that depends on when blocks come back from the host: until then there are no drafts.
-        assert scheduler.features.drafts.num_accepted_tokens > 10
+        assert scheduler.features.drafts.num_accepted_tokens > accepted
         assert (scheduler.num_preemptions > 0) == bool(more)
 
 
@@ -94,6 +96,19 @@ def test_windows_end_where_they_do_without_drafts(tmp_path: Path, family: str, k
     """Windows and chunks of all layers, of some (which are groups of their own), and latents."""
     need(kernels)
     check(tmp_path, kernels, family=family)
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("lfm2", "torch"),
+        *(pytest.param(family, "torch", marks=pytest.mark.long) for family in RECURRENT if family != "lfm2"),
+        *(pytest.param(family, "cpu", marks=pytest.mark.long) for family in ("qwen3_next", "nemotron_h")),
+    ],
+)
+def test_states_are_those_behind_the_tokens_that_are_kept(tmp_path: Path, family: str, kernels: str) -> None:
+    need(kernels)
+    check(tmp_path, kernels, family=family, accepted=3)
 
 
 @pytest.mark.long

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from pagewise_executor.page_map import PageMap
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.state_tables import StateTables
-from pagewise_executor.step_work import Int32s
+from pagewise_executor.state_tables import SequenceBatch, StateTables
+from pagewise_executor.step_work import Draft, Int32s
+
+Batch = tuple[list[list[int]], list[int] | None, list[int] | None]
+"""Tokens, and the blocks that are read and written."""
 
 
 class Tables:
@@ -18,15 +21,21 @@ class Tables:
     def join(self, row: int, num_tokens: int, *blocks: int) -> None:
         self.states.join(row, num_tokens, np.array(blocks, np.int32))
 
-    def step(self, *ranges: tuple[int, int, int]) -> list[tuple[list[list[int]], list[int] | None, list[int]]]:
-        """Compute row, start and stop; returns tokens, and the blocks that are read and written, of each batch."""
+    def step(self, *ranges: tuple[int, int, int], drafts: tuple[int, ...] = ()) -> list[Batch]:
+        """Compute row, start and stop; returns the batches."""
         self.states.map()
         rows, starts, stops = np.array(ranges, np.int64).reshape(-1, 3).T
-        batches = self.states.cut(rows, starts, stops)
-        return [
-            (one.tokens.tolist(), None if one.read is None else self.blocks(one.read), self.blocks(one.written))
-            for one in batches
-        ]
+        return self.shown(self.states.cut(rows, starts, stops, drafts))
+
+    def settle(self, row: int, start: int, size: int, num_accepted: int) -> list[Batch]:
+        """Keep some tokens of a draft of ``size`` tokens."""
+        draft = Draft(row, start, np.zeros(size, np.int32), num_accepted=num_accepted)
+        return self.shown(self.states.settle([draft]))
+
+    def shown(self, batches: list[SequenceBatch]) -> list[Batch]:
+        pages = [(one.read, one.written) for one in batches]
+        held = [tuple(None if one is None else self.blocks(one) for one in pair) for pair in pages]
+        return [(one.tokens.tolist(), *pair) for one, pair in zip(batches, held, strict=True)]
 
     def switch(self, switches: list[tuple[int, int]], start: int, stop: int) -> None:
         """Switch row 0 in a step that computes it."""
@@ -74,6 +83,35 @@ def test_a_row_may_join_before_its_states_are_there() -> None:
     tables.pages.map(1, np.array([1], np.int32))
     assert tables.step() == []
     assert tables.step((0, 8, 9)) == [([[0]], [1], [2])]
+
+
+def test_states_are_written_behind_the_tokens_of_a_draft_that_are_kept() -> None:
+    tables = Tables()
+    tables.join(0, 0, 1)
+    tables.join(1, 0, 2)
+    tables.step((0, 0, 6), (1, 0, 6))
+    tables.states.begin_plan()
+    tables.states.switch(1, 8, 3)
+    assert tables.step((0, 6, 7), (1, 6, 11), drafts=(1,)) == [
+        ([[0]], [1], [1]), ([[1, 2, 3, 4, 5]], [2], None)
+    ]  # fmt: skip
+    assert tables.settle(1, 6, 4, 0) == [([[0]], [2], [2])], "the switch is still to come"
+    assert tables.states.snapshots == []
+    tables.states.begin_plan()
+    assert tables.step((1, 7, 11), drafts=(1,)) == [([[0, 1, 2, 3]], [2], None)]
+    assert tables.settle(1, 7, 3, 2) == [([[0]], [2], [2]), ([[1, 2]], [2], [3])]
+    assert [(one.row, one.num_tokens, one.block) for one in tables.states.snapshots] == [(1, 8, 2)]
+    assert tables.step((1, 10, 11)) == [([[0]], [3], [3])]
+
+
+def test_a_draft_reaches_the_switches_of_its_row() -> None:
+    tables = Tables()
+    tables.join(0, 0, 1)
+    tables.step((0, 0, 6))
+    tables.states.begin_plan()
+    tables.states.switch(0, 9, 2)
+    with pytest.raises(InvalidPlanError, match="row 0 switches at 9 tokens, which it does not reach"):
+        tables.step((0, 6, 9), drafts=(0,))
 
 
 @pytest.mark.parametrize(

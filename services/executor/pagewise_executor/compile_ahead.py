@@ -41,7 +41,7 @@ from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.operations import TritonOperations
 from pagewise_executor.models.preparation import prepare
-from pagewise_executor.models.shards import shard_config
+from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape
 from pagewise_executor.warm_up import CHUNKS, launch_sampling
 

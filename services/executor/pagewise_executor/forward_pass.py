@@ -109,6 +109,8 @@ class ForwardPass:
         self.forward_context.step = self.attention.prepare(work)
         if self._recurrent:
             self._recurrent_context.batches = self._state_batches()
+            first, size = len(work.decoding), sum(chunk.size for chunk in work.drafted)
+            self._recurrent_context.drafted = slice(first, first + size)
         if self._adapters is not None:
             self._adapters.slots.begin(self._batch.adapters[rows])
         decoding, tokens, positions_there, wanted, *there = self._upload.together(
@@ -123,9 +125,15 @@ class ForwardPass:
         assert isinstance(self._batch, GroupedBatch)
         found = []
         for tokens, read, written in self._batch.state_batches:
-            there, into, *come = self._upload.together(tokens, written, *([] if read is None else [read]))
-            found.append(StateBatch(there, come[0] if come else None, into))
+            there, *pages = self._upload.together(tokens, *(one for one in (read, written) if one is not None))
+            found.append(StateBatch(there, None if read is None else pages[0], None if written is None else pages[-1]))
         return found
+
+    def settle(self) -> None:
+        """Update the states of rows by the tokens that they keep of a step with drafts, which the batch has counted."""
+        batches = self._state_batches() if self._recurrent else ()
+        for recurrence in self._recurrent:
+            recurrence.settle(batches)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
         """Run the model on a flat batch of ids and positions [tokens], with the attention of ``forward_context``.

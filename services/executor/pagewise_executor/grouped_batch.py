@@ -62,7 +62,8 @@ class GroupedBatch(InputBatch):
     Of each group but one of states, which has no slots and no tables: ``tables`` [slots, num_rows, max_blocks] int32
     have the pages of its blocks, ``ends`` [num_rows] the numbers of valid entries, ``changed`` the stretches that are
     new in this step, and ``spans`` the most entries from the first one that a query of the step sees to the end of its
-    table, 0 in the first group. ``state_batches``: of the step, if there is a group of states.
+    table, 0 in the first group. ``state_batches``: of the step, if there is a group of states; when a step with drafts
+    is counted, those of the tokens that its rows keep.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -138,7 +139,7 @@ class GroupedBatch(InputBatch):
         if self._states is not None:
             self._switch_states(int32s(plan.states))
             self._overwritten.append(self._states.map().ravel())
-            self.state_batches = self._states.cut(rows, starts, stops)
+            self.state_batches = self._states.cut(rows, starts, stops, [draft.row for draft in work.drafts])
         return work
 
     def remove(self, row: int) -> None:
@@ -174,6 +175,8 @@ class GroupedBatch(InputBatch):
         self._flat = None
         super().advance(work)
         if self._states is not None:
+            if work.drafts:
+                self.state_batches = self._states.settle(work.drafts)
             self._note(self._states.snapshots)
 
     def _note(self, snapshots: Iterable[StateSnapshot]) -> None:
@@ -190,8 +193,6 @@ class GroupedBatch(InputBatch):
             raise InvalidPlanError("segments are not moved in a model with several groups of layers")
         if self._states is None and plan.states:
             raise InvalidPlanError("the plan has blocks of states, but the model has no recurrent layers")
-        if self._states is not None and plan.drafts:
-            raise InvalidPlanError("drafts are not verified by a model with recurrent layers, which cannot go back")
         wanted = len(self.groups) - 1
         for new in plan.joined:
             if len(new.windows) != wanted:

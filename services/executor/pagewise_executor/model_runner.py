@@ -444,6 +444,8 @@ class ModelRunner:
             rows = [batch.sequences[row] for row in work.sampled_rows]
             kept = kept_tokens(work.drafts, len(work.decoding), len(rows)) if work.drafts else None
             batch.advance(work)
+            if work.drafts:
+                self._forward_pass.settle()
             tokens = to_host(tokens)
             done, seconds = record_event(self._device), time.perf_counter() - began
             events = (start, done) if start is not None and done is not None else None

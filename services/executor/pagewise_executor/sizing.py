@@ -30,7 +30,7 @@ from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
 from pagewise_executor.models.quantised_checkpoint import read_quantisation
-from pagewise_executor.models.shards import shard_config
+from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
 from pagewise_executor.models.trial import try_without_weights
@@ -105,8 +105,8 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     check_supported(config.model, found, text)
     check_latents(config, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
-    tried = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
-    model = tried.model
+    trust = config.trust_remote_code
+    model, recurrent = try_without_weights(config.model, found, dtype, trust_remote_code=trust)
     if config.kv_dtype != "fp8":
         store_once(model)
     weights = _weight_bytes(config, path, model, dtype) // config.tensor_parallel
@@ -115,11 +115,15 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     inner = (inner if isinstance(inner, int) else max(inner)) // config.tensor_parallel
     vocab = int(text.vocab_size)
     shard_config(config.model, text, config.tensor_parallel)
+    if recurrent and config.tensor_parallel > 1:
+        recurrent = try_without_weights(
+            config.model, found, dtype, trust_remote_code=trust, ranks=config.tensor_parallel
+        ).recurrent
     attention = attention_modules(config.model, model, text)
     layers = [attention_shape(module, text, dtype) for module in attention]
     kinds = [_kind(layers[source]) for source in sorted(set(kv_sources(attention, text)))]
     kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
-    states = [layer.num_bytes for layer in tried.recurrent]
+    states = [layer.num_bytes for layer in recurrent]
     memory, groups = _groups(kinds, config.block_size, kv_dtype, longest, states)
     qkv = max((layer.heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers)
     width = 4 * text.hidden_size + qkv + 3 * inner

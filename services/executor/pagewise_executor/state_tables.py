@@ -2,10 +2,15 @@
 
 A row writes the states behind its last token into its *current block*. A *switch* at n tokens leaves the states behind
 the first n in the current block, and makes another one current. So a block that was switched away from is a snapshot,
-and several rows may go on from it. This module does not import torch, because the simulated runner uses it too.
+and several rows may go on from it.
+
+States cannot go back. So a step that verifies a draft reads the current block of its row and writes nothing; when it is
+known how many tokens the row keeps, recurrent layers compute these once more, and write (``settle``). A switch behind
+tokens that it does not keep stays for the steps that reach them. This module does not import torch, because the
+simulated runner uses it too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +26,13 @@ class SequenceBatch(NamedTuple):
     """Sequences with equally many tokens, which recurrent layers compute at once.
 
     ``tokens`` int64 [sequences, tokens]: indices in the flat batch. ``read``, ``written`` int32 [sequences, pages per
-    block]: the pages from which states come, and into which they go. ``read`` is None if the sequences begin.
+    block]: the pages from which states come, and into which they go. ``read`` is None if the sequences begin, and
+    ``written`` if they verify drafts.
     """
 
     tokens: Int64s
     read: Int32s | None
-    written: Int32s
+    written: Int32s | None
 
 
 class StateSnapshot(NamedTuple):
@@ -43,6 +49,15 @@ class _Piece(NamedTuple):
     offset: int
     read: int
     written: int
+
+
+class _Kind(NamedTuple):
+    """What pieces have in common that are one batch. ``turn``: how many pieces of a row come before."""
+
+    turn: int
+    size: int
+    begins: bool = False
+    verifies: bool = False
 
 
 class StateTables:
@@ -101,24 +116,49 @@ class StateTables:
         """Return the pages of blocks [n, pages per block]."""
         return self._pages.pages(self.number, np.array(blocks, np.int32))
 
-    def cut(self, rows: Int64s, starts: Int64s, stops: Int64s) -> list[SequenceBatch]:
+    def cut(self, rows: Int64s, starts: Int64s, stops: Int64s, drafts: Collection[int] = ()) -> list[SequenceBatch]:
         """Cut the tokens of a step at switches; return the batches in which recurrent layers compute them, in order.
 
-        ``rows`` [n] compute the positions [start, stop) [n], in the order of the flat batch.
+        ``rows`` [n] compute the positions [start, stop) [n], in the order of the flat batch. ``drafts``: those of them
+        that verify drafts, which are not cut.
 
         Raises:
             InvalidPlanError: a row switches at tokens that it does not compute, or a block has no pages.
         """
-        found: dict[tuple[int, int, bool], list[_Piece]] = {}
+        found: dict[_Kind, list[_Piece]] = {}
         offset = 0
         for row, start, stop in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
-            for turn, (size, piece) in enumerate(self._pieces(row, start, stop, offset)):
-                found.setdefault((turn, size, piece.read == _NONE), []).append(piece)
+            if row in drafts:
+                piece = _Piece(offset, int(self._current[row]), _NONE)
+                found.setdefault(_Kind(0, stop - start, verifies=True), []).append(piece)
+            else:
+                self._add_pieces(found, row, start, stop, offset)
             offset += stop - start
+        ends = dict(zip(rows.tolist(), stops.tolist(), strict=True))
         for row in self._switched:
-            if later := self._switches[row]:
-                raise InvalidPlanError(f"row {row} switches at {later[-1][0]} tokens, which it does not reach")
-        return [self._batch(size, begins, pieces) for (_, size, begins), pieces in sorted(found.items())]
+            last = self._switches[row][-1][0] if self._switches[row] else _NONE
+            if last >= (ends[row] if row in drafts else 0):
+                raise InvalidPlanError(f"row {row} switches at {last} tokens, which it does not reach")
+        return self._batches(found)
+
+    def settle(self, drafts: Sequence[Draft]) -> list[SequenceBatch]:
+        """Return the batches in which recurrent layers compute the tokens that rows keep of a step with drafts.
+
+        Indices of tokens begin at the first token of the first draft.
+        """
+        found: dict[_Kind, list[_Piece]] = {}
+        offset = 0
+        for draft in drafts:
+            self._add_pieces(found, draft.row, draft.start, draft.start + 1 + draft.num_accepted, offset)
+            offset += 1 + len(draft.tokens)
+        return self._batches(found)
+
+    def _add_pieces(self, found: dict[_Kind, list[_Piece]], row: int, start: int, stop: int, offset: int) -> None:
+        for turn, (size, piece) in enumerate(self._pieces(row, start, stop, offset)):
+            found.setdefault(_Kind(turn, size, begins=piece.read == _NONE), []).append(piece)
+
+    def _batches(self, found: Mapping[_Kind, Sequence[_Piece]]) -> list[SequenceBatch]:
+        return [self._batch(kind, found[kind]) for kind in sorted(found)]
 
     def _pieces(self, row: int, start: int, stop: int, offset: int) -> Iterable[tuple[int, _Piece]]:
         """Yield the pieces of a row, each with its number of tokens. The last switch is done afterwards."""
@@ -137,12 +177,12 @@ class StateTables:
         self._current[row] = current
         yield stop - at, _Piece(offset + at - start, read, current)
 
-    def _batch(self, size: int, begins: bool, pieces: Sequence[_Piece]) -> SequenceBatch:
-        tokens = np.array([piece.offset for piece in pieces], np.int64)[:, None] + np.arange(size)
-        read = None if begins else self.pages_of([piece.read for piece in pieces])
-        written = self.pages_of([piece.written for piece in pieces])
-        for pages in (written,) if read is None else (read, written):
-            if not pages.all():
+    def _batch(self, kind: _Kind, pieces: Sequence[_Piece]) -> SequenceBatch:
+        tokens = np.array([piece.offset for piece in pieces], np.int64)[:, None] + np.arange(kind.size)
+        read = None if kind.begins else self.pages_of([piece.read for piece in pieces])
+        written = None if kind.verifies else self.pages_of([piece.written for piece in pieces])
+        for pages in (read, written):
+            if pages is not None and not pages.all():
                 raise InvalidPlanError(f"a block of group {self.number} has no pages")
         return SequenceBatch(tokens, read, written)
 

@@ -578,7 +578,7 @@ class GroupedStepPlan(StepPlan, frozen=True):
         states: in groups of states, where rows write theirs (int32 bytes: row, group, n, block): the states behind the
             row's first n tokens stay in their block, and later ones are written to ``block``. n is at least what the
             row has computed before the step, and at most what it has computed with it less one. Of one row and group,
-            n rises.
+            n rises. If a row keeps fewer than n tokens of its draft, the step that reaches n writes to ``block``.
     """
 
     windows: bytes = b""

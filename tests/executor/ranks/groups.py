@@ -152,13 +152,13 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in LENGTHS]
 
 
-def greedy(runner: Runner) -> tuple[list[list[int]], int]:
+def greedy(runner: Runner, num_blocks: int = 14) -> tuple[list[list[int]], int]:
     """Tokens of a few requests in little memory, and how often a sequence was preempted."""
     requests = [
         request(prompt, most, name=f"r{number}")
         for number, (prompt, (_, most)) in enumerate(zip(prompts(), LENGTHS, strict=True))
     ]
     scheduler, _ = run_requests(
-        runner, requests, num_blocks=14, max_num_seqs=6, max_num_batched_tokens=19, arrive_every=2
+        runner, requests, num_blocks=num_blocks, max_num_seqs=6, max_num_batched_tokens=19, arrive_every=2
     )
     return [one.sequences[0].output_token_ids.tolist() for one in requests], scheduler.num_preemptions

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.shards import (
     LLAMA_PLAN,
     ShardedEmbedding,
     Shards,
     UnknownShardError,
     VocabularyNames,
-    shard_config,
 )
 from pagewise_shared.errors import ModelError
 from transformers import LlamaConfig, ModernBertDecoderConfig, Qwen3MoeConfig

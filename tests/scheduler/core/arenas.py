@@ -5,11 +5,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from pagewise_scheduler.core.features.registry import FeatureOptions
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import DISK, HOST, StepPlan, StepResult
 
@@ -23,7 +25,7 @@ DISK_NAME = "a disk"
 def create(
     num_pages: int, pages: int, windows: tuple[WindowShape, ...], *, budget: int = 32, seqs: int = 8,
     block_size: int = 4, eviction: EvictionName = "lru", host_pages: int = 0, disk: bool = False,
-    recovery: RecoveryMode = "auto",
+    recovery: RecoveryMode = "auto", speculative: SpeculativeConfig | None = None,
 ) -> Scheduler:  # fmt: skip
     shape = ArenaShape(num_pages, pages, windows, 2 * budget)
     return Scheduler(
@@ -35,6 +37,7 @@ def create(
         eviction=eviction,
         tiers={HOST: host_pages} | ({DISK: DISK_NAME} if disk else {}),
         recovery=recovery,
+        features=FeatureOptions(speculative=speculative),
     )
 
 

@@ -474,14 +474,14 @@ class CheckingExecutor:
             self.blocks.setdefault(block, {})[position % size] = (row.root, tuple(row.tokens[: position + 1]))
             self.num_moved += 1
 
-    def _compute(self, row: Row, size: int, append: bool = True) -> int:
+    def _compute(self, row: Row, size: int, append: bool = True, drafted: bool = False) -> int:
         assert row.computed + size <= min(len(row.tokens), row.limit)
         arriving = self.arriving
         for position in range(row.computed, row.computed + size):
             if row.tokens[position] & MOVED:
                 continue  # what is there is checked below
             self.num_computed += 1
-            self._compute_windows(row, position)
+            self._compute_windows(row, position, drafted=drafted)
             block = row.blocks[position // self.block_size]  # IndexError: nobody gave it the block
             self.written[self.last_step].add(block)
             assert self.holders[block] == 1, "a shared block is written"
@@ -497,14 +497,16 @@ class CheckingExecutor:
             row.tokens.append(next_token(tuple(row.tokens)))
         return row.tokens[-1]
 
-    def _compute_windows(self, row: Row, position: int) -> None:
-        """Write a token into the windowed layers, and check that it finds the tokens that it sees."""
+    def _compute_windows(self, row: Row, position: int, *, drafted: bool) -> None:
+        """Write a token into the windowed layers, and check that it finds the tokens that it sees. States of a draft
+        are written when it is known what is right of it."""
         size = self.block_size
         for group, (shape, held, table) in enumerate(
             zip(self.window_shapes, self.windowed, row.windows, strict=True), 1
         ):
             if shape.state:
-                self._compute_state(row, position, group, held)
+                if not drafted:
+                    self._compute_state(row, position, group, held)
                 continue
             block = table[position // size]
             assert block not in self.arriving_in(group), "a windowed block is written that is being loaded"
@@ -538,11 +540,14 @@ class CheckingExecutor:
         assert draft
         known = len(row.tokens)
         row.tokens += draft
-        self._compute(row, 1 + len(draft), append=False)
+        self._compute(row, 1 + len(draft), append=False, drafted=True)
         drawn = [next_token(tuple(row.tokens[:stop])) for stop in range(known, len(row.tokens) + 1)]
         accepted = num_accepted(draft, drawn)
         row.tokens[known:] = drawn[: accepted + 1]
         row.computed = known + accepted
+        for group, (shape, held) in enumerate(zip(self.window_shapes, self.windowed, strict=True), 1):
+            for position in range(known - 1, row.computed) if shape.state else ():
+                self._compute_state(row, position, group, held)
         self.num_drafted += len(draft)
         self.num_accepted += accepted
         return drawn

@@ -351,16 +351,15 @@ def test_serving_for_ever_takes_no_more_memory(segments: bool) -> None:
 
 
 class WindowRules(MemoryRules):
-    """The memory rules with groups of windowed layers, and of states unless there are drafts."""
+    """The memory rules with groups of windowed layers, and of states."""
 
     has_segments = False
-    has_states = True
 
     def shape(self, num_blocks: int, budget: int) -> ArenaShape:
         rng = random.Random(f"{num_blocks} {budget}")
         windows = tuple(
             WindowShape(2, rng.choice((1, 5)), state=True)
-            if self.has_states and rng.random() < 0.5
+            if rng.random() < 0.5
             else WindowShape(rng.randrange(1, 9), rng.choice((1, 2, 5)), rng.random() < 0.3)
             for _ in range(rng.choice((1, 2)))
         )
@@ -375,7 +374,6 @@ class WindowRules(MemoryRules):
 
 
 class WindowSpeculationRules(WindowRules):
-    has_states = False
     speculative = SpeculationRules.speculative
 
 

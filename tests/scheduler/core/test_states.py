@@ -4,7 +4,9 @@ import pytest
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
+from pagewise_shared.config import SpeculativeConfig
 
+from tests.scheduler.core import checking_executor
 from tests.scheduler.core.arenas import DISK_NAME, check_arena, create
 from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
@@ -45,6 +47,21 @@ def test_decoding_takes_few_blocks() -> None:
     begin(scheduler, executor, [*range(30)], 200)
     (group,) = scheduler.kv.windows
     assert group.num_used <= 3
+
+
+@pytest.mark.parametrize("most", [3, 11])
+def test_states_are_kept_where_drafts_cross_the_end_of_a_block(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking_executor, "repeats_itself", True)
+    ngram = SpeculativeConfig(
+        num_speculative_tokens=most, prompt_lookup_max=3, prompt_lookup_min=1, disable_by_batch_size=3
+    )
+    scheduler = create(600, 1, (STATES,), speculative=ngram)
+    executor = executor_for(scheduler)
+    for length in range(30, 46):
+        answer = begin(scheduler, executor, [*range(length)], 40).sequences[0].output_token_ids.tolist()
+        again = begin(scheduler, executor, [*range(length), *answer, 7, 7])
+        assert again.num_cached_tokens == (length + 39) // 4 * 4, "behind the last full block of the answer"
+    assert 50 < executor.num_accepted < executor.num_drafted - 50
 
 
 def test_outputs_share_the_states_of_their_prompt() -> None:

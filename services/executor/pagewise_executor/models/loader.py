@@ -38,7 +38,9 @@ from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
 from pagewise_executor.models.recurrent import RecurrentLayer, check_recurrent
-from pagewise_executor.models.shards import Shards, UnknownShardError, connect, shard_config
+from pagewise_executor.models.recurrent_shards import connect_recurrent
+from pagewise_executor.models.shard_settings import shard_config
+from pagewise_executor.models.shards import Shards, UnknownShardError, connect
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import load_with_transformers, transformers_config
 from pagewise_executor.models.trial import try_without_weights
@@ -62,8 +64,9 @@ class LoadedModel:
     ``rotations``: of the keys of each layer of the pool; empty if ``no_segments`` says why KV cannot be moved to other
     positions.
     ``recurrent``: the layers that keep states, in order.
-    ``ranks``: hold a part of the model each; the model and ``layers`` are this rank's, the other properties the whole
-    model's. ``shards``: the division among ranks; None: there is one rank. ``rope``: the result of ``fix_rope``.
+    ``ranks``: hold a part of the model each; the model, ``layers`` and ``recurrent`` are this rank's, the other
+    properties the whole model's. ``shards``: the division among ranks; None: there is one rank. ``rope``: the result
+    of ``fix_rope``.
     """
 
     model: torch.nn.Module
@@ -119,7 +122,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     check_supported(config.model, model_config, text)
     check_latents(config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
-    recurrent = _recurrent_layers(config, model_config, dtype, device, ranks) if checkpoint is None else []
+    recurrent = _recurrent_layers(config, model_config, dtype, device) if checkpoint is None else []
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)
@@ -134,8 +137,8 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         if stored is not None:
             (model, shards), rope, read = stored.shard(ranks), stored.rope, partial(stored.read, dtype=dtype)
         else:
-            model, shards, rope = load_with_transformers(
-                config, path, headers, whole, model_config, dtype, ranks, device, max_model_len
+            model, shards, rope, recurrent = load_with_transformers(
+                config, path, headers, whole, model_config, dtype, ranks, device, max_model_len, recurrent
             )
     attention = attention_modules(config.model, model, text)
     layers, sources = [attention_shape(module, text, dtype) for module in attention], kv_sources(attention, text)
@@ -149,6 +152,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     with _errors_of_loading(config, device):
         fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks)
         connect(model, shards, vocab_size)
+        connect_recurrent(model, shards, recurrent)
     if compilation is not None:
         compilation.wait()
     if device.type == "cuda":
@@ -165,7 +169,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
 
 
 def _recurrent_layers(
-    config: ExecutorConfig, model_config: Any, dtype: torch.dtype, device: torch.device, ranks: Ranks
+    config: ExecutorConfig, model_config: Any, dtype: torch.dtype, device: torch.device
 ) -> list[RecurrentLayer]:
     """Try a model without weights, and return its recurrent layers.
 
@@ -175,7 +179,7 @@ def _recurrent_layers(
     trust = config.trust_remote_code
     found = try_without_weights(config.model, model_config, dtype, trust_remote_code=trust).recurrent
     if found:
-        check_recurrent(config, device, ranks.size)
+        check_recurrent(config, device)
     return found
 
 

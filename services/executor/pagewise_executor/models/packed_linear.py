@@ -74,7 +74,7 @@ class CpuLinear(nn.Module):
         """Map [.., in] to [.., out]."""
         if x.dim() == 2:
             return self.packed.linear(x)
-        return self.packed.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.packed.outs)
+        return self.packed.linear(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], self.packed.outs)
 
 
 class Int8Linear(CpuLinear):

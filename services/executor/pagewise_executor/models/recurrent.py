@@ -113,19 +113,20 @@ class StateBatch(NamedTuple):
 
     ``tokens`` int64 [sequences, tokens]: their indices in the flat batch. ``read``, ``written`` int32 [sequences, pages
     per block]: the pages of the blocks from which states come, and into which they go. ``read`` is None if the
-    sequences begin.
+    sequences begin, and ``written`` if they verify drafts: nothing is written then.
     """
 
     tokens: torch.Tensor
     read: torch.Tensor | None
-    written: torch.Tensor
+    written: torch.Tensor | None
 
 
 class RecurrentContext:
     """The batches of a step, in order, for all recurrent modules of a model. A sequence may be in several of them,
-    which cut its tokens."""
+    which cut its tokens. ``drafted``: the range of the flat batch that verifies drafts."""
 
     batches: Sequence[StateBatch] = ()
+    drafted = slice(0)
 
 
 class _Place:
@@ -197,6 +198,7 @@ class PagedRecurrence:
         self._layer, self._context, self._operation = layer, context, operation
         self._starts: dict[StateKey, int] = {}
         self._places: list[_Place] = []
+        self._drafted: torch.Tensor | None = None
 
     def attach(self, memory: torch.Tensor, start: int) -> int:
         """Keep the states in ``memory``, pages uint8 [pages, page bytes], from byte ``start`` of each block on; return
@@ -210,6 +212,8 @@ class PagedRecurrence:
 
     def __call__(self, hidden_states: torch.Tensor, *_: object, **__: object) -> Any:
         """Compute the outputs [1, tokens, ...] of a flat batch, and update the states of its sequences."""
+        drafted = hidden_states[0][self._context.drafted]
+        self._drafted = drafted.clone() if len(drafted) else None
         batches, operation = self._context.batches, self._operation
         if operation is not None and all(operation.takes(batch) for batch in batches):
             return operation(hidden_states[0], batches, self._memory, self._starts)[None]
@@ -225,22 +229,30 @@ class PagedRecurrence:
                 output[0, batch.tokens] = part
         return outputs[0] if single else tuple(outputs)
 
+    def settle(self, batches: Sequence[StateBatch]) -> None:
+        """Update the states of sequences that have verified drafts by the tokens that they keep.
+
+        ``batches``: of these tokens, with indices in the range of the last step that has verified drafts.
+        """
+        assert self._drafted is not None
+        for batch in batches:
+            self._compute(self._drafted[batch.tokens], batch)
+        self._drafted = None
+
     def _compute(self, hidden: torch.Tensor, batch: StateBatch) -> Any:
         """Compute the outputs of the tokens of a batch [sequences, tokens, size], and update its states."""
-        memory = self._memory
+        memory, (_, read, written) = self._memory, batch
         if self._operation is not None and self._operation.takes(batch):
             here = batch._replace(tokens=torch.arange(batch.tokens.numel()).view(batch.tokens.shape))
             found = self._operation(hidden.flatten(0, 1), [here], memory, self._starts)
             return found.view(*batch.tokens.shape, -1)
         held = {
-            place.state.key: place.empty(len(batch.written), memory.device)
-            if batch.read is None
-            else place.load(memory, batch.read)
+            place.state.key: place.empty(len(hidden), memory.device) if read is None else place.load(memory, read)
             for place in self._places
         }
-        found = self._forward(hidden, **{self._cache: StateCache(held, begun=batch.read is not None)})
-        for place in self._places:
-            place.store(memory, batch.written, held[place.state.key])
+        found = self._forward(hidden, **{self._cache: StateCache(held, begun=read is not None)})
+        for place in self._places if written is not None else ():
+            place.store(memory, written, held[place.state.key])
         return found
 
 
@@ -262,22 +274,21 @@ def page_states(
     return found
 
 
-def check_recurrent(config: ExecutorConfig, device: torch.device, num_ranks: int) -> None:
+def check_recurrent(config: ExecutorConfig, device: torch.device) -> None:
     """Check that the options are for models with recurrent layers.
 
     Raises:
         ModelError: they are not.
     """
     refused = {
-        f"--tensor-parallel {num_ranks}": num_ranks > 1,
         "--kv-mapping mmu": config.kv_mapping == "mmu",
         "--kernels triton": config.kernels == "triton",
         "--device cuda": device.type == "cuda",
     }
     if options := [option for option, given in refused.items() if given]:
         raise ModelError(
-            f"{options[0]}: {config.model} has recurrent layers, which are computed on the CPU only, by one "
-            "rank, and with block tables"
+            f"{options[0]}: {config.model} has recurrent layers, which are computed on the CPU only, and with block "
+            "tables"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from pagewise_executor.models.latents import latent_plan
+from pagewise_executor.models.recurrent_shards import recurrent_styles
 from pagewise_executor.models.shards import (
     COLUMNS,
     EXPERTS,
@@ -20,18 +21,24 @@ from pagewise_executor.models.shards import (
     PACKED,
     PACKED_ROWS,
     ROWS,
+    Style,
     UnknownShardError,
     VocabularyNames,
 )
 
 _PROJECTIONS = {"q_proj": COLUMNS, "k_proj": COLUMNS, "v_proj": COLUMNS}
-_OUTPUTS = ("o_proj", "dense")
-_MLP = {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS}
+_OUTPUTS = ("o_proj", "dense", "out_proj")
+_MLPS = (
+    {"gate_proj": COLUMNS, "up_proj": COLUMNS, "down_proj": ROWS},
+    {"up_proj": COLUMNS, "down_proj": ROWS},
+    {"w1": COLUMNS, "w3": COLUMNS, "w2": ROWS},
+    {"input_linear": PACKED, "output_linear": ROWS},
+)
 _PACKED_MLP = {"gate_up_proj": PACKED, "down_proj": ROWS}
 _GATHERED = "colwise_gather_output"
 
 
-def division_plan(model: Any, vocabulary: VocabularyNames) -> dict[str, str]:
+def division_plan(model: Any, vocabulary: VocabularyNames) -> dict[str, Style]:
     """Return the plan of a model: names of modules or weights, * for each number, to styles of ``Shards``.
 
     ``model``: the whole model, on any device. ``vocabulary``: the names of its embedding and head.
@@ -40,7 +47,7 @@ def division_plan(model: Any, vocabulary: VocabularyNames) -> dict[str, str]:
         UnknownShardError: it has none, or one that is not known here.
     """
     known: dict[str, str] = model.tp_plan
-    plan = known | latent_plan(model)
+    plan: dict[str, Style] = {**known, **latent_plan(model)}
     for name, module in model.named_modules():
         prefix = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         plan |= {f"{prefix}.{part}" if part else prefix: style for part, style in _styles(module, prefix, known)}
@@ -57,24 +64,28 @@ def division_plan(model: Any, vocabulary: VocabularyNames) -> dict[str, str]:
     return plan
 
 
-def _styles(module: Any, name: str, known: dict[str, str]) -> Iterator[tuple[str, str]]:
+def _styles(module: Any, name: str, known: dict[str, str]) -> Iterator[tuple[str, Style]]:
     """Yield the styles of the parts of a module which its structure says; an empty name: of the module itself.
 
     ``name``: of the module in the plan ``known`` of transformers.
     """
-    output = next((one for one in _OUTPUTS if _has_linears(module, one)), None)
-    if output is not None and _has_linears(module, *_PROJECTIONS):
+    # Where ``out_proj`` comes without norms, modules compute their heads from the size of the hidden state, which stays.
+    outputs = _OUTPUTS if hasattr(module, "q_layernorm") else _OUTPUTS[:2]
+    output = next((one for one in outputs if _has_linears(module, one)), None)
+    if recurrent := dict(recurrent_styles(module)):
+        yield from recurrent.items()
+    elif output is not None and _has_linears(module, *_PROJECTIONS):
         yield from _PROJECTIONS.items()
         yield output, ROWS
         yield "sinks", COLUMNS
-        yield "gate_proj", COLUMNS
+        yield from (("gate_proj", COLUMNS), ("g_proj", COLUMNS))
         for norm, projection in (("q_norm", module.q_proj), ("k_norm", module.k_proj)):
             weight = getattr(getattr(module, norm, None), "weight", None)
             # Others go over each head. Over the only head, both are the same.
             if weight is not None and weight.shape == (projection.out_features,) != (module.head_dim,):
                 yield norm, NORM
-    elif _has_linears(module, *_MLP):
-        yield from _MLP.items()
+    elif mlp := next((one for one in _MLPS if _has_linears(module, *one)), None):
+        yield from mlp.items()
     elif known.get(f"{name}.gate_up_proj") == _GATHERED and _has_linears(module, *_PACKED_MLP):
         yield from _PACKED_MLP.items()
     elif name not in known and hasattr(module, "is_transposed") and hasattr(module, "gate_up_proj"):

@@ -1,32 +1,22 @@
 """The part of a model that one rank of an executor holds (tensor parallelism, Megatron-LM, arXiv 1909.08053).
 
 A rank's part is a smaller model of the same family: fewer heads, a narrower MLP, a part of the vocabulary. So its
-modules are built from a configuration with these sizes, and compute as they are. ``connect`` adds the sums over all
-ranks, behind attention and the MLP of each layer and behind the embedding, and gathers the logits. A plan
-(``shard_plans.py``) says along which dimension each weight is cut. transformers itself would use DTensor, with which a
-step took 33 ms instead of 6.7 ms.
+modules are built from a configuration with these sizes (``shard_settings.py``), and compute as they are. ``connect``
+adds the sums over all ranks, behind attention and the MLP of each layer and behind the embedding, and gathers the
+logits. A plan (``shard_plans.py``) says along which dimension each weight is cut. transformers itself would use
+DTensor, with which a step took 33 ms instead of 6.7 ms.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from pagewise_shared.errors import ModelError
-from pagewise_shared.protocol.limits import MAX_RANKS
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pagewise_executor.collectives import ALONE, Ranks
 
-_DIVIDED = (
-    *("num_attention_heads", "num_attention_heads_per_layer", "intermediate_size", "intermediate_size_mlp"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size"),
-)
-"""Settings that are divided among the ranks, of all layers or a list of one for each; KV heads and the vocabulary need
-not be divisible."""
-_DIFFERING = {"head_dim", "num_key_value_heads"}
-"""Settings in which the layers of a model that is divided may differ."""
 COLUMNS, PACKED, ROWS, PACKED_ROWS = "colwise", "packed_colwise", "rowwise", "packed_rowwise"
 EXPERTS, NORM, FIRST = "moe_tp_experts", "norm_over_ranks", "first_rank"
 """Styles as transformers names them, and two more: of an RMS norm over all heads, and of a bias that counts once."""
@@ -34,6 +24,34 @@ _DIMENSIONS = {COLUMNS: -2, PACKED: -2, NORM: -2, ROWS: -1, PACKED_ROWS: -1}
 """The dimension of a weight that is cut, by its style. The only dimension of a bias counts as the columns'."""
 _SUMMED = (ROWS, EXPERTS)
 """Styles of modules whose outputs are summed over the ranks."""
+
+
+class Heads(NamedTuple):
+    """A part of the rows of a weight: ``size`` rows for each of ``count`` heads. If there are fewer heads than ranks,
+    neighbours have the same."""
+
+    count: int
+    size: int
+
+    @property
+    def rows(self) -> int:
+        """The rows of all heads."""
+        return self.count * self.size
+
+
+class Packed(NamedTuple):
+    """The style of a weight whose rows have several parts, each of which is cut."""
+
+    parts: tuple[Heads, ...]
+
+
+class GatedNorm(NamedTuple):
+    """The style of a gated norm over the channels of each of ``groups`` of heads."""
+
+    groups: int
+
+
+Style = str | Packed | GatedNorm
 
 LLAMA_PLAN = {
     f"model.layers.*.{name}": style
@@ -60,78 +78,6 @@ class Slice(Protocol):
         """Read a part of it."""
 
 
-def shard_config(name: str, text: Any, size: int) -> None:
-    """Change the configuration ``text`` of a whole model to the sizes of the part of one of ``size`` ranks.
-
-    Raises:
-        ModelError: the model cannot be divided like that; the text says which numbers of ranks are possible.
-    """
-    if size == 1:
-        return
-    if any(getattr(text, "activation_sparsity_pattern", None) or ()):
-        raise ModelError(
-            f"--tensor-parallel {size}: in layers of {name} the activations of a whole MLP decide which of them count "
-            "(activation_sparsity_pattern), and each rank would have a part of them"
-        )
-    counts = {key: count for key in _DIVIDED if (count := getattr(text, key, None))}
-    differ = getattr(text, "is_heterogeneous", False)
-    layers = text.per_layer_config if differ else [text]
-    kv_heads = {getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads for layer in layers}
-    if indivisible := _indivisible(counts, kv_heads, size):
-        possible = [str(count) for count in range(1, MAX_RANKS + 1) if not _indivisible(counts, kv_heads, count)]
-        raise ModelError(
-            f"--tensor-parallel {size}: of {name}, {indivisible}; numbers of ranks that work: {', '.join(possible)}"
-        )
-    if differ:
-        _divide_layers(name, text, size)
-    else:
-        if getattr(text, "head_dim", None) is None:
-            text.head_dim = text.hidden_size // text.num_attention_heads
-        text.num_key_value_heads = max(1, max(kv_heads) // size)
-    for key, count in counts.items():
-        setattr(text, key, [one // size for one in count] if isinstance(count, list) else count // size)
-    text.vocab_size = -(-text.vocab_size // size)
-    if getattr(text, "pad_token_id", None) is not None:
-        _drop_padding(name, text, size)
-
-
-def _drop_padding(name: str, text: Any, size: int) -> None:
-    """Remove the token for padding: its embedding, of zeros, would be at the same place in the part of each rank.
-
-    Raises:
-        ModelError: the configuration has to name one.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        text.pad_token_id = None
-    except StrictDataclassError as error:
-        raise ModelError(f"--tensor-parallel {size}: the config.json of {name} has to have a pad_token_id") from error
-
-
-def _divide_layers(name: str, text: Any, size: int) -> None:
-    """Divide the KV heads of the layers of a heterogeneous configuration among ``size`` ranks.
-
-    Raises:
-        ModelError: the layers differ in settings of which nothing says how they are divided.
-    """
-    if unknown := set(text.per_layer_attributes) - _DIFFERING:
-        raise ModelError(f"--tensor-parallel {size}: the layers of {name} differ in {', '.join(sorted(unknown))}")
-    text.per_layer_config = {
-        number: {"head_dim": layer.head_dim, "num_key_value_heads": max(1, layer.num_key_value_heads // size)}
-        for number, layer in enumerate(text.per_layer_config)
-    }
-
-
-def _indivisible(counts: Mapping[str, int | list[int]], kv_heads: Collection[int], size: int) -> str:
-    """Return the setting that is not divisible by ``size``, as a part of a sentence; empty if all are."""
-    for key, count in counts.items():
-        if any(not isinstance(one, int) or one % size for one in (count if isinstance(count, list) else [count])):
-            return f"{key} is {count}"
-    wrong = [heads for heads in kv_heads if heads % size and size % heads]
-    return f"num_key_value_heads is {wrong[0]}" if wrong else ""
-
-
 class VocabularyNames(NamedTuple):
     """The names of a model's embedding and head."""
 
@@ -145,12 +91,12 @@ class Shards:
     ``plan``: names of modules or weights, * for each number, to styles. ``vocabulary``: embedding and head.
     """
 
-    def __init__(self, ranks: Ranks, plan: Mapping[str, str], vocabulary: VocabularyNames) -> None:
+    def __init__(self, ranks: Ranks, plan: Mapping[str, Style], vocabulary: VocabularyNames) -> None:
         self.ranks, self.vocabulary = ranks, vocabulary
         self._plan = plan
         self._whole: dict[str, tuple[int, int]] = {}
 
-    def style(self, name: str) -> str:
+    def style(self, name: str) -> Style:
         """Return the style of a module or a weight; empty if all ranks hold the whole of it."""
         return self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name), "")
 
@@ -164,24 +110,30 @@ class Shards:
             UnknownShardError: the plan does not say how to get from the shape in the file to ``shape``.
         """
         whole = list(source.get_shape())
-        joined = len(whole) < len(shape)
         self.note(name, whole)
         module = name.rpartition(".")[0]
         style = self.style(name) or self.style(module)
+        parts = style.parts if isinstance(style, Packed) else ()
+        joined = len(whole) < len(shape) or (len(parts) > 1 and whole[0] in {part.rows for part in parts})
         summed = style == ROWS and len(whole) > 1 and module not in self.vocabulary
         if module in self.vocabulary:
             part = self._vocabulary(source, whole, shape[0])  # against the plan: its size need not be divisible
         elif style == FIRST or (style == ROWS and len(whole) == 1):
             part = source[...]  # a bias, which is summed, and must count once
             part = part if self.ranks.first else torch.zeros_like(part)
+        elif isinstance(style, Packed) and not joined:
+            part = self._cut_parts(source, parts)
+        elif isinstance(style, Packed | GatedNorm):
+            part = source[slice(*self.span(whole[0], whole[0] // self.ranks.size))]
         elif style in _DIMENSIONS:
             part = self._cut(source, style, None if joined else shape)
         else:
             part = source[...]
         if not joined and (list(part.shape) != shape or (summed and whole[-1] != shape[-1] * self.ranks.size)):
+            how = f"parts of {', '.join(str(one.rows) for one in parts)} rows" if parts else f"style {style!r}"
             raise UnknownShardError(
-                f"--tensor-parallel: nothing says how its weight {name} is divided (style {style!r}, {whole} in the "
-                f"file, {shape} on each rank)"
+                f"--tensor-parallel: nothing says how its weight {name} is divided ({how}, {whole} in the file, "
+                f"{shape} on each rank)"
             )
         return part
 
@@ -231,6 +183,15 @@ class Shards:
         before = (slice(None),) * dim
         cut = [source[(*before, slice(half * size + begin, half * size + end))] for half in range(halves)]
         return cut[0] if halves == 1 else torch.cat(cut, dim=dim)
+
+    def _cut_parts(self, source: Slice, parts: Sequence[Heads]) -> torch.Tensor:
+        """Read this rank's heads of each of the ``parts`` that follow each other in a weight."""
+        cut, start = [], 0
+        for count, size in parts:
+            begin, end = self.span(count * size, max(1, count // self.ranks.size) * size)
+            cut.append(source[start + begin : start + end])
+            start += count * size
+        return torch.cat(cut)
 
     def _vocabulary(self, source: Slice, whole: list[int], rows: int) -> torch.Tensor:
         """Read the rows of this rank's tokens, padded with zeros behind the end of the vocabulary."""

@@ -21,6 +21,8 @@ from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import absorb_latents, register_mistral4
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
 from pagewise_executor.models.mxfp4 import joined
+from pagewise_executor.models.recurrent import RecurrentLayer
+from pagewise_executor.models.recurrent_shards import narrow_convolutions, narrowed
 from pagewise_executor.models.shard_plans import division_plan
 from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vocabulary_names
 from pagewise_executor.models.support import SERVED, check_known
@@ -78,10 +80,12 @@ def load_with_transformers(
     ranks: Ranks,
     device: torch.device,
     max_model_len: int,
-) -> tuple[torch.nn.Module, Shards | None, FixedRope]:
-    """Return the model, or this rank's part of it, its division, and the result of ``fix_rope``.
+    recurrent: list[RecurrentLayer],
+) -> tuple[torch.nn.Module, Shards | None, FixedRope, list[RecurrentLayer]]:
+    """Return the model, or this rank's part of it, its division, the result of ``fix_rope``, and its recurrent layers.
 
-    ``whole``, ``part``: the configurations of the whole model, and of this rank's part.
+    ``whole``, ``part``: the configurations of the whole model, and of this rank's part. ``recurrent``: the recurrent
+    layers of the whole model.
 
     Raises:
         ModelError: the files lack weights of the model, or have them in another shape, or some are not finite.
@@ -114,7 +118,7 @@ def load_with_transformers(
             )
             model, differences = loaded[0], differences_of(loaded[1])
         else:
-            model, shards, differences = _load_part(
+            model, shards, differences, recurrent = _load_part(
                 config, whole, part, headers, dtype, ranks, text_name if is_text_part(path, part) else str
             )
     check_differences(config.model, headers, differences)
@@ -125,7 +129,7 @@ def load_with_transformers(
     absorb_latents(model)
     if config.kv_dtype != "fp8":
         store_once(model)
-    return model, shards, rope
+    return model, shards, rope, recurrent
 
 
 def _load_text(
@@ -174,8 +178,9 @@ def _load_part(
     dtype: torch.dtype,
     ranks: Ranks,
     named: Callable[[str], str | None],
-) -> tuple[torch.nn.Module, Shards, Differences]:
-    """Return a rank's part of a model, in host memory, its division, and the differences between its files and it.
+) -> tuple[torch.nn.Module, Shards, Differences, list[RecurrentLayer]]:
+    """Return a rank's part of a model, in host memory, its division, the differences between its files and it, and its
+    recurrent layers.
 
     ``named``: returns the name that a tensor of the files has in a checkpoint of this model alone; None: it has none.
     """
@@ -183,9 +188,10 @@ def _load_part(
 
     mxfp4 = (getattr(part, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
     complete, empty = _skeletons(config, whole, part, dtype)
+    kind = narrowed(type(empty), ranks.size) if narrow_convolutions(empty, ranks.size) else type(empty)
     vocabulary = vocabulary_names(complete)
     shards = Shards(ranks, division_plan(complete, vocabulary), vocabulary)
-    _try_part(config, part, dtype, ranks)
+    recurrent = _try_part(config, part, dtype, ranks)
     name_of = _names(empty)
     wanted, sizes = (
         {name: list(weight.shape) for name, weight in model.state_dict().items()} for model in (empty, complete)
@@ -209,8 +215,8 @@ def _load_part(
             # transformers reports weights that the model does not have.
             weights[alone] = _LazyPart(tensor, shards, name, wanted.get(name, found))
         if mismatched:
-            return empty, shards, Differences(mismatched=mismatched)
-        model, info = type(empty).from_pretrained(
+            return empty, shards, Differences(mismatched=mismatched), recurrent
+        model, info = kind.from_pretrained(
             None,
             config=part,
             state_dict=weights,
@@ -219,7 +225,7 @@ def _load_part(
             ignore_mismatched_sizes=True,  # they are reported with the others
             output_loading_info=True,
         )
-    return model, shards, differences_of(info)
+    return model, shards, differences_of(info), recurrent
 
 
 def _skeletons(config: ExecutorConfig, whole: Any, part: Any, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -239,14 +245,15 @@ def _skeletons(config: ExecutorConfig, whole: Any, part: Any, dtype: torch.dtype
     return made[0], made[1]
 
 
-def _try_part(config: ExecutorConfig, part: Any, dtype: torch.dtype, ranks: Ranks) -> None:
-    """Try a rank's part of a model without weights.
+def _try_part(config: ExecutorConfig, part: Any, dtype: torch.dtype, ranks: Ranks) -> list[RecurrentLayer]:
+    """Try a rank's part of a model without weights; return its recurrent layers.
 
     Raises:
         UnknownShardError: it cannot be computed, or attends otherwise than its configuration says.
     """
     try:
-        try_without_weights(config.model, part, dtype, trust_remote_code=config.trust_remote_code)
+        trust = config.trust_remote_code
+        return try_without_weights(config.model, part, dtype, trust_remote_code=trust, ranks=ranks.size).recurrent
     except ModelError as error:
         why = "its modules do not fit together with a part of its heads"
         if error.__cause__ is None:  # it could be computed

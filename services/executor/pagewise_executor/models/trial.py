@@ -19,6 +19,7 @@ from torch import nn
 
 from pagewise_executor.models.latents import absorb_latents, unfit_latents
 from pagewise_executor.models.recurrent import RecurrentLayer
+from pagewise_executor.models.recurrent_shards import narrow_convolutions
 from pagewise_executor.models.recurrent_trial import recording
 from pagewise_executor.models.support import (
     SERVED,
@@ -54,10 +55,13 @@ class Tried(NamedTuple):
     recurrent: list[RecurrentLayer]
 
 
-def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Tried:
+def try_without_weights(
+    model: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool, ranks: int = 1
+) -> Tried:
     """Build the model of ``config`` on the meta device, and try it.
 
-    ``model``: its name, for errors. ``config``: of transformers; of the whole model, or of one rank's part.
+    ``model``: its name, for errors. ``config``: of transformers; of the whole model, or of the part of one of
+    ``ranks``.
 
     Raises:
         ModelError: paged attention would not serve it, or not serve it right; the text says why.
@@ -69,13 +73,14 @@ def try_without_weights(model: str, config: Any, dtype: torch.dtype, *, trust_re
     if not trust_remote_code and (text is not config or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING):
         raise ModelError(f"{name} has no causal LM in transformers, nor has its text part; {SERVED}")
     with _ONE_AT_A_TIME:
-        return _try(name, config, text, dtype, trust_remote_code=trust_remote_code)
+        return _try(name, config, text, dtype, trust_remote_code=trust_remote_code, ranks=ranks)
 
 
-def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Tried:
+def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_code: bool, ranks: int) -> Tried:
     trial = _Trial(text)
     try:
         skeleton = _build(config, dtype, trust_remote_code=trust_remote_code)
+        narrow_convolutions(skeleton, ranks)
     except Exception as error:  # models raise plain exceptions of many kinds for attention that cannot be replaced
         log.debug("%s cannot be built", name, exc_info=True)
         own = isinstance(error, KeyError) and error.args == (_NAME,)

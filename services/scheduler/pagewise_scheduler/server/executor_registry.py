@@ -10,7 +10,6 @@ from pagewise_shared.config import (
     DEFAULT_BATCHED_TOKENS,
     DEFAULT_NUM_SEQS,
     SchedulerConfig,
-    SpeculativeConfig,
     parse_speculative,
 )
 from pagewise_shared.curve import Keys
@@ -252,21 +251,12 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         session.epoch = self._next_epoch()
         return session.epoch
 
-    def _speculation(self, hello: Hello) -> SpeculativeConfig | None:
-        """Return how an executor's sequences get drafts: not at all if its model has states, which cannot go back."""
-        if self._speculative is not None and any(group.state for group in hello.groups):
-            log.warning(
-                "executor %s: no drafts (--speculative-config), because its model has states", hello.executor_id
-            )
-            return None
-        return self._speculative
-
     def _scheduler(self, hello: Hello, epoch: int) -> Scheduler:
         config = self._config
         longest = hello.max_model_len if config.max_model_len == "auto" else config.max_model_len
         budget = _limit(config.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS)
         return Scheduler(
-            features=FeatureOptions(hello.adapters, hello.max_grammars, self._speculation(hello)),
+            features=FeatureOptions(hello.adapters, hello.max_grammars, self._speculative),
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,

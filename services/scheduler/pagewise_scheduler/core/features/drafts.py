@@ -16,6 +16,7 @@ blocks nor its end.
 
 Nothing is drafted where sampling depends on more than the model, see ``is_draftable``. The KV of tokens that were not
 kept is behind the last known token, where the next step overwrites it, and blocks are cached up to that token only.
+The executor writes states of recurrent layers behind the tokens that are kept.
 """
 
 from array import array
@@ -163,7 +164,8 @@ class Drafting(Feature):
             self._plan.copy(copies)
             self._plan.set_blocks(sequence.row, held, added)
             if kv.windows:
-                self.scheduler.prefilling.grow_windows(sequence, num_tokens - 1, num_tokens + len(draft))
+                ends = range(held, len(table.blocks))
+                self.scheduler.prefilling.grow_windows(sequence, num_tokens - 1, table.num_slots, ends)
         return draft
 
     def counts(self) -> dict[str, int]:

@@ -157,10 +157,11 @@ class PrefillSet:
             budget -= sequence.num_to_compute(size)
         return chunks
 
-    def grow_windows(self, sequence: RequestSequence, start: int, stop: int) -> None:
-        """Let a sequence hold the windows of its tokens from ``start`` to ``stop``."""
+    def grow_windows(self, sequence: RequestSequence, start: int, stop: int, ends: Sequence[int] = ()) -> None:
+        """Let a sequence hold the windows of its tokens from ``start`` to ``stop``, and states at the end of each of
+        ``ends`` blocks."""
         self._kv.eviction_history.reserves_for(sequence.table.owner)
-        added, copies = self._kv.grow_windows(sequence.table, start, stop, self._scheduler.newest_in_flight)
+        added, copies = self._kv.grow_windows(sequence.table, start, stop, self._scheduler.newest_in_flight, ends)
         self._plan.copy(copies)
         joins = sequence not in self._members and sequence.status is not SequenceStatus.DECODE
         self._plan.set_windows(sequence.row, added, joins=joins)

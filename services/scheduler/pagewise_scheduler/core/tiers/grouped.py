@@ -365,14 +365,15 @@ class GroupedKVCacheManager(KVCacheManager):
     # ---- growing and letting go ----------------------------------------------------------------------
 
     def grow_windows(
-        self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
+        self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None, ends: Sequence[int] = ()
     ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
         copies, added = list[BlockCopy](), list[tuple[int, int, int]]()
         if table.due:
             self._places.leave_out(table, num_tokens, self.windows)
         for group, one in zip(self.windows, table.windows, strict=True):
-            found, made = group.grow(one, start, num_tokens, in_flight_step, table.due)
+            due = [*table.due, *ends] if isinstance(group, StateGroup) else table.due
+            found, made = group.grow(one, start, num_tokens, in_flight_step, due)
             added += [(group.number, token, block) for token, block in found]
             copies += made
         return added, copies

@@ -102,7 +102,7 @@ class StateGroup(WindowGroup):
         size, blocks, tokens = self.block_size, table.blocks, table.tokens
         marks = [depth * size for depth in due if start < depth * size < num_tokens]
         ends_here = start < num_tokens and start % size == 0
-        if start not in tokens[-1:] and table.entry is None and (ends_here or self.num_to_write(table)):
+        if start not in tokens and table.entry is None and (ends_here or self.num_to_write(table)):
             marks.insert(0, start)
         switched: list[tuple[int, int]] = []
         for token in marks:

@@ -64,10 +64,10 @@ class WindowHooks:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""
 
     def grow_windows(
-        self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None
+        self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None, ends: Sequence[int] = ()
     ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``, and drop the blocks before, at
-        once or when ``in_flight_step`` returns.
+        once or when ``in_flight_step`` returns. A group of states keeps those at the end of each of ``ends`` blocks.
 
         Returns the blocks that were added, each as group, token, block, and copies. ``token``: in a group of states,
         the one from which on states are written to the block; -1 in others.
