@@ -57,15 +57,14 @@ class SnapshotPool:
         self.at: dict[CachedBlock, Snapshot] = {}
         self.recoverable: dict[BlockHash, int] = {}
         self._arena, self._policy, self._counters = arena, policy, counters
-        self.roles = policy.roles
+        self._roles = policy.roles
         self._users, self._snapshots = [0] * self.num_blocks, [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self.num_cached = 0
         full = arena.members[0].pages_per_block if arena.members else self.pages_per_block
         self._values = SnapshotValues(policy, (self.pages_per_block, full))
         self._queue = EvictionQueue[Snapshot](self._values, self._rank, pops_between_looks=1)
-        self._num_changes = 0  # snapshots that were added
-        self._looked = 0
+        self._num_added = self._looked = 0  # snapshots, and the tick at which all of them were valued
         self._num_uses: dict[CachedBlock, int] = {}  # of dropped snapshots, at nodes whose blocks are there
         # Below the device: the block that holds a node's tokens, and the node of each block.
         self._block_of: dict[CachedBlock, int] = {}
@@ -167,7 +166,7 @@ class SnapshotPool:
         if (snapshot := self.at.get(node)) is not None:
             self._counters.snapshots_used += 1
             self._count_kept(snapshot)
-            self.roles.used(snapshot.role)
+            self._roles.used(snapshot.role)
             snapshot.num_uses += 1
             self._use(snapshot)
 
@@ -176,7 +175,7 @@ class SnapshotPool:
         for block in snapshot.blocks:
             self._snapshots[block] += 1
         snapshot.num_uses = max(snapshot.num_uses, self._num_uses.pop(snapshot.node, 0))
-        self._num_changes += 1
+        self._num_added += 1
         self._link(snapshot)
         self._use(snapshot)
         for node in snapshot.points:
@@ -184,7 +183,7 @@ class SnapshotPool:
 
     def _use(self, snapshot: Snapshot) -> None:
         snapshot.last_used = snapshot.counted = self._policy.tick()
-        snapshot.kind, snapshot.is_new = snapshot.node.kind, True
+        snapshot.kind, snapshot.is_new = snapshot.node.kind, self.tier == DEVICE
         self._push(snapshot)
 
     def _push(self, snapshot: Snapshot) -> None:
@@ -205,16 +204,16 @@ class SnapshotPool:
     def _count_kept(self, snapshot: Snapshot) -> None:
         """Count for how long its role has been kept without use."""
         if not snapshot.is_new:
-            self.roles.kept(snapshot.role, self._policy.expected(snapshot, snapshot.counted))
+            self._roles.kept(snapshot.role, self._policy.expected(snapshot, snapshot.counted))
         snapshot.counted = self._policy.tick()
 
     def _link(self, snapshot: Snapshot) -> bool:
         """Find the snapshot before it again. Returns whether that changes what a snapshot saves."""
-        if snapshot.looked == self._num_changes:
+        if snapshot.looked == self._num_added:
             before = snapshot.living_before()
         else:
             near = (self.at.get(node) for node in ancestors(snapshot.points[-1].parent))
-            before, snapshot.looked = next((one for one in near if one is not None), None), self._num_changes
+            before, snapshot.looked = next((one for one in near if one is not None), None), self._num_added
         if before is snapshot.before:
             return False
         known, snapshot.before = snapshot.living_before(), before
@@ -295,6 +294,7 @@ class SnapshotPool:
             points = [one for one in self._points(node, first) if one.num_tiers]
             made.append(Snapshot(points, first, held[first:end]))
             self._add(made[-1])
+            made[-1].is_new = False
             for one in path[first:end]:
                 self.recoverable.pop(one.hash, None)
         for snapshot in made if self.tier != DEVICE else ():
@@ -314,7 +314,7 @@ class SnapshotPool:
 
     def _first(self) -> Snapshot | None:
         """The next snapshot, by what it saves now."""
-        if self._looked != (now := self._policy.tick()):
+        if self._policy.learns and self._looked != (now := self._policy.tick()):
             self._looked = now
             self._queue.look()
         while (snapshot := self._queue.peek()) is not None and self._link(snapshot):
