@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pagewise_executor.models.recurrence_trial import RecurrenceTrial
+from pagewise_executor.models.recurrence_trial import Projections, RecurrenceTrial
 from pagewise_executor.models.recurrent import CONV, RECURRENT, RecurrentLayer, StateBatch, StateKey
 
 if TYPE_CHECKING:
     from pagewise_kernels.cpu.recurrent import RecurrentStep
 
-    from pagewise_executor.models.recurrence_trial import Projections
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 class CpuRecurrence:
     """Computes tokens of sequences. ``chunks``: also several tokens of a sequence, and those with which it begins."""
 
-    def __init__(self, projections: "Projections", step: "RecurrentStep", out: nn.Module, *, chunks: bool) -> None:
+    def __init__(self, projections: Projections, step: "RecurrentStep", out: nn.Module, *, chunks: bool) -> None:
         self._projections, self._step, self._out, self.chunks = projections, step, out, chunks
 
     def takes(self, batch: StateBatch) -> bool:
