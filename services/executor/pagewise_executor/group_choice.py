@@ -7,7 +7,6 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import LayerGroup
 
-from pagewise_executor.kv.kv_pool import is_latent
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout
 from pagewise_executor.models.loader import LoadedModel
 
@@ -57,7 +56,7 @@ def groups_of(pages: PageLayout | None) -> tuple[LayerGroup, ...]:
     if pages is None:
         return ()
     groups = [
-        LayerGroup(len(one.layers), one.pages_per_block, one.window, one.chunked, latent=is_latent(one.shape))
+        LayerGroup(len(one.layers), one.pages_per_block, one.window, one.chunked, latent=len(one.shape) == 3)
         for one in pages.groups
     ]
     if (states := pages.states) is not None:

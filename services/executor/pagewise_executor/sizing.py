@@ -115,10 +115,8 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     inner = (inner if isinstance(inner, int) else max(inner)) // config.tensor_parallel
     vocab = int(text.vocab_size)
     shard_config(config.model, text, config.tensor_parallel)
-    if recurrent and config.tensor_parallel > 1:
-        recurrent = try_without_weights(
-            config.model, found, dtype, trust_remote_code=trust, ranks=config.tensor_parallel
-        ).recurrent
+    if recurrent and (ranks := config.tensor_parallel) > 1:
+        recurrent = try_without_weights(config.model, found, dtype, trust_remote_code=trust, ranks=ranks).recurrent
     attention = attention_modules(config.model, model, text)
     layers = [attention_shape(module, text, dtype) for module in attention]
     kinds = [_kind(layers[source]) for source in sorted(set(kv_sources(attention, text)))]

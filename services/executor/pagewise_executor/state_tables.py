@@ -17,7 +17,7 @@ import numpy as np
 
 from pagewise_executor.page_map import PageMap
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.step_work import Int32s, Int64s
+from pagewise_executor.step_work import Draft, Int32s, Int64s
 
 _NONE = -1
 

@@ -15,7 +15,7 @@ from pagewise_shared.errors import ModelError
 
 from tests.executor.parity import check_family, check_recovery
 from tests.executor.runners import build_runner
-from tests.model_builders import build_model, model_fixture
+from tests.model_builders import model_fixture
 
 STORED = [(2, 16), (2, 32), (2, 16), (2, 16), (2, 32)]
 """KV heads, and their size, of five layers of the tiny Gemma 4. The other three read K and V of layers 3 and 4."""
