@@ -34,7 +34,7 @@ Row = dict[str, float | None]
 
 
 def compare(args: argparse.Namespace, model_path: str) -> list[dict[str, object]]:
-    """Run every workload on all contenders in turns, beside nothing or a busy process as ``--beside`` asks."""
+    """Run every workload, beside nothing or a busy process, as ``--beside`` asks, on all contenders in turns."""
     contenders: dict[str, Contender] = {}
     rounds: dict[tuple[str, str, str], list[tuple[int, Round]]] = defaultdict(list)
     with contextlib.ExitStack() as stack:
