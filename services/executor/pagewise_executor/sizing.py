@@ -105,8 +105,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     check_supported(config.model, found, text)
     check_latents(config, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
-    trust = config.trust_remote_code
-    model, recurrent = try_without_weights(config.model, found, dtype, trust_remote_code=trust)
+    model, recurrent = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
     if config.kv_dtype != "fp8":
         store_once(model)
     weights = _weight_bytes(config, path, model, dtype) // config.tensor_parallel
@@ -115,13 +114,11 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     inner = (inner if isinstance(inner, int) else max(inner)) // config.tensor_parallel
     vocab = int(text.vocab_size)
     shard_config(config.model, text, config.tensor_parallel)
-    if recurrent and (ranks := config.tensor_parallel) > 1:
-        recurrent = try_without_weights(config.model, found, dtype, trust_remote_code=trust, ranks=ranks).recurrent
     attention = attention_modules(config.model, model, text)
     layers = [attention_shape(module, text, dtype) for module in attention]
     kinds = [_kind(layers[source]) for source in sorted(set(kv_sources(attention, text)))]
     kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
-    states = [layer.num_bytes for layer in recurrent]
+    states = _states(config, found, dtype) if recurrent else []
     memory, groups = _groups(kinds, config.block_size, kv_dtype, longest, states)
     qkv = max((layer.heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers)
     width = 4 * text.hidden_size + qkv + 3 * inner
@@ -157,6 +154,13 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
         page_bytes=memory.page_bytes,
         sequences=sequences,
     )
+
+
+def _states(config: ExecutorConfig, part: Any, dtype: torch.dtype) -> list[int]:
+    """Return the bytes of the states of each recurrent layer of a rank's part, which ``part`` describes."""
+    trust, ranks = config.trust_remote_code, config.tensor_parallel
+    tried = try_without_weights(config.model, part, dtype, trust_remote_code=trust, ranks=ranks)
+    return [layer.num_bytes for layer in tried.recurrent]
 
 
 def _weight_bytes(config: ExecutorConfig, path: Path, model: torch.nn.Module, dtype: torch.dtype) -> int:

@@ -39,7 +39,9 @@ def recurrent_styles(module: Any) -> Iterator[tuple[str, Style]]:
     """Yield the styles of the weights of a recurrent module, by their names there; of other modules nothing."""
     if is_short_convolution(module):
         channels = Heads(module.conv.in_channels, 1)
-        yield from {"conv": Packed((channels,)), "in_proj": Packed((channels,) * 3), "out_proj": ROWS}.items()
+        yield "conv", Packed((channels,))
+        yield "in_proj", Packed((channels,) * 3)
+        yield "out_proj", ROWS
     elif type(getattr(module, "conv1d", None)) is nn.Conv1d and (parts := _parts(module)):
         yield "conv1d", Packed(tuple(parts))
         for name, child in module.named_modules():
@@ -74,7 +76,8 @@ def _projected(module: Any, parts: list[Heads]) -> list[Heads]:
 
 def is_short_convolution(module: Any) -> bool:
     """Return whether a module is a gated short convolution."""
-    conv, into, out = (getattr(module, name, None) for name in ("conv", "in_proj", "out_proj"))
+    parts: list[Any] = [getattr(module, name, None) for name in ("conv", "in_proj", "out_proj")]
+    conv, into, out = parts
     return (
         (type(conv), type(into), type(out)) == (nn.Conv1d, nn.Linear, nn.Linear)
         and conv.groups == conv.in_channels == out.in_features
@@ -106,7 +109,7 @@ def narrow_convolutions(model: nn.Module, size: int) -> bool:
 def narrowed(kind: type[Any], size: int) -> type[Any]:
     """Return a class of models that are built with the short convolutions of one of ``size`` ranks."""
 
-    class Part(kind):
+    class Part(kind):  # type: ignore[misc] # a class that is known when the model is
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             narrow_convolutions(self, size)
@@ -167,7 +170,9 @@ def connect_recurrent(model: nn.Module, shards: Shards | None, layers: Sequence[
     Raises:
         UnknownShardError: a norm is of no known kind.
     """
-    for layer in layers if shards is not None else ():
+    if shards is None:
+        return
+    for layer in layers:
         module = model.get_submodule(layer.name)
         for name, child in list(module.named_children()):
             move_sum(child, module)

@@ -27,16 +27,16 @@ _SUMMED = (ROWS, EXPERTS)
 
 
 class Heads(NamedTuple):
-    """A part of the rows of a weight: ``size`` rows for each of ``count`` heads. If there are fewer heads than ranks,
+    """A part of the rows of a weight: ``size`` rows for each of ``number`` heads. If there are fewer heads than ranks,
     neighbours have the same."""
 
-    count: int
+    number: int
     size: int
 
     @property
     def rows(self) -> int:
         """The rows of all heads."""
-        return self.count * self.size
+        return self.number * self.size
 
 
 class Packed(NamedTuple):
@@ -187,10 +187,10 @@ class Shards:
     def _cut_parts(self, source: Slice, parts: Sequence[Heads]) -> torch.Tensor:
         """Read this rank's heads of each of the ``parts`` that follow each other in a weight."""
         cut, start = [], 0
-        for count, size in parts:
-            begin, end = self.span(count * size, max(1, count // self.ranks.size) * size)
+        for part in parts:
+            begin, end = self.span(part.rows, max(1, part.number // self.ranks.size) * part.size)
             cut.append(source[start + begin : start + end])
-            start += count * size
+            start += part.rows
         return torch.cat(cut)
 
     def _vocabulary(self, source: Slice, whole: list[int], rows: int) -> torch.Tensor:
