@@ -117,9 +117,8 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     attention = attention_modules(config.model, model, text)
     layers = [attention_shape(module, text, dtype) for module in attention]
     kinds = [_kind(layers[source]) for source in sorted(set(kv_sources(attention, text)))]
-    kv_dtype = FP8 if config.kv_dtype == "fp8" else dtype
     states = _states(config, found, dtype) if recurrent else []
-    memory, groups = _groups(kinds, config.block_size, kv_dtype, longest, states)
+    memory, groups = _groups(kinds, config.block_size, FP8 if config.kv_dtype == "fp8" else dtype, longest, states)
     qkv = max((layer.heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers)
     width = 4 * text.hidden_size + qkv + 3 * inner
     # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.
