@@ -70,17 +70,17 @@ def check_neighbours(pool: SnapshotPool) -> None:
     for snapshot in snapshots:
         pool._link(snapshot)
     for snapshot in snapshots:
-        near = (pool.at.get(node) for node in ancestors(snapshot.points[-1].parent))
-        before = next((one for one in near if one is not None), None)
-        assert snapshot.before is before
-        assert snapshot.since == (before.node.depth if before is not None else 0)
+        point = next((node for node in ancestors(snapshot.points[-1].parent) if node in pool.at), None)
+        assert snapshot.before is (pool.at[point] if point is not None else None)
+        assert snapshot.since == (point.depth if point is not None else 0) < snapshot.node.depth
         assert snapshot.num_behind == sum(one.before is snapshot for one in snapshots)
 
 
 @given(st.integers(0, 1 << 20))
 def test_snapshots_know_their_neighbours(seed: int) -> None:
     rng = random.Random(seed)  # nosec B311 # no secret
-    scheduler = create(rng.choice((90, 200)), 1, (STATES,), eviction=rng.choice(("lru", "cost")), host_pages=100)
+    groups = rng.choice(((STATES,), (WindowShape(9, 1),), (STATES, WindowShape(9, 1))))
+    scheduler = create(rng.choice((120, 200)), 1, groups, eviction=rng.choice(("lru", "cost")), host_pages=100)
     executor = executor_for(scheduler)
     texts = [[*range(40)]]
     for number in range(8):

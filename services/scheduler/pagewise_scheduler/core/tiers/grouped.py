@@ -370,7 +370,7 @@ class GroupedKVCacheManager(KVCacheManager):
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
         copies, added = list[BlockCopy](), list[tuple[int, int, int]]()
         if table.due:
-            self._places.leave_out(table, num_tokens, self.windows)
+            self._places.leave_out(table, start, num_tokens, self.windows)
         for group, one in zip(self.windows, table.windows, strict=True):
             due = [*table.due, *ends] if isinstance(group, StateGroup) else table.due
             found, made = group.grow(one, start, num_tokens, in_flight_step, due)

@@ -15,11 +15,12 @@ class Snapshot:
 
     ``points``: the nodes behind which a sequence can begin with it, ``node`` first; none: it was dropped. ``kind``,
     ``last_used``: as of ``CachedBlock``. ``counted``: the tick up to which it is counted how long its role was kept.
-    ``before``: the snapshot before it on the way from the root, as far as known, at whose depth ``since`` everything
-    begins that would be computed again without this one; ``looked``: the snapshots that the pool had added when it was
-    looked for. ``num_behind``: snapshots that it is before. ``num_uses``: sequences that have begun with it.
-    ``is_new``: the sequence that took it on the device, or began with it there, has not ended; until then its class is
-    not known, and it waits for no use. ``tail``: blocks from it to the end of the prompt that took it.
+    ``before``: the snapshot before it on the way from the root, as far as known. Sequences begin with that behind
+    ``since`` blocks, from which on everything would be computed again without this one. ``looked``: the snapshots that
+    the pool had added when it was looked for. ``num_behind``: snapshots that it is before. ``num_uses``: sequences that
+    have begun with it. ``is_new``: the sequence that took it on the device, or began with it there, has not ended;
+    until then its class is not known, and it waits for no use. ``tail``: blocks from it to the end of the prompt that
+    took it.
     """
 
     __slots__ = (

@@ -71,11 +71,11 @@ class SnapshotPlaces:
             places[end] = Place.PROMPT
         table.places, table.due = places, [*places]
 
-    def leave_out(self, table: BlockTable, num_tokens: int, groups: Sequence[WindowGroup]) -> None:
-        """Take fewer snapshots inside of a prompt if a step up to ``num_tokens`` tokens would need more blocks than a
-        sequence may have."""
+    def leave_out(self, table: BlockTable, start: int, num_tokens: int, groups: Sequence[WindowGroup]) -> None:
+        """Take fewer snapshots inside of a prompt if a step from ``start`` to ``num_tokens`` tokens would need more
+        blocks than a sequence may have."""
         room = min(group.most_blocks - len(one.blocks) - 1 for group, one in zip(groups, table.windows, strict=True))
-        near = [depth for depth in table.due if depth * self._block_size < num_tokens]
+        near = [depth for depth in table.due if start < depth * self._block_size < num_tokens]
         for depth in [one for one in near if table.places.get(one) == Place.INSIDE][: max(0, len(near) - room)]:
             table.due.remove(depth)
 

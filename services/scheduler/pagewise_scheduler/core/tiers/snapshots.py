@@ -208,20 +208,18 @@ class SnapshotPool:
         snapshot.counted = self._policy.tick()
 
     def _link(self, snapshot: Snapshot) -> bool:
-        """Find the snapshot before it again. Returns whether that changes what a snapshot saves."""
-        if snapshot.looked == self._num_added:
-            before = snapshot.living_before()
-        else:
-            near = (self.at.get(node) for node in ancestors(snapshot.points[-1].parent))
-            before, snapshot.looked = next((one for one in near if one is not None), None), self._num_added
-        if before is snapshot.before:
+        """Find the snapshot before it again. Returns whether that changes what it saves."""
+        before = snapshot.before
+        if snapshot.looked == self._num_added and (before is None or before.points):
             return False
-        known, snapshot.before = snapshot.living_before(), before
-        snapshot.since = before.node.depth if before is not None else 0
+        point = next((node for node in ancestors(snapshot.points[-1].parent) if node in self.at), None)
+        known, before = snapshot.living_before(), self.at[point] if point is not None else None
+        since, snapshot.since = snapshot.since, point.depth if point is not None else 0
+        snapshot.before, snapshot.looked = before, self._num_added
         if known is not before:
             self._follow(known, -1)
             self._follow(before, 1)
-        return True
+        return since != snapshot.since
 
     def _follow(self, snapshot: Snapshot | None, number: int) -> None:
         """So many snapshots more are behind a snapshot."""
