@@ -95,10 +95,8 @@ def test_ranks_verify_drafts(tmp_path: Path) -> None:
     ngram = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1)
 
     def asked() -> list[Request]:
-        few = {"allowed": (5, 6, 7), "seed": 3}
-        return [
-            request([9, *[5, 6, 7] * 4], 30, name, temperature=heat, **few) for name, heat in (("a", 0), ("b", 0.7))
-        ]
+        prompt = [9, *[5, 6, 7] * 4]
+        return [request(prompt, 30, f"at {heat}", temperature=heat, allowed=(5, 6, 7), seed=3) for heat in (0.0, 0.7)]
 
     run_requests(ModelRunner(config_of(tmp_path, 1)), alone := asked())
     group, found = ThreadGroup(tmp_path, 2), asked()

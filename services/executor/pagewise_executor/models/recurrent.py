@@ -251,8 +251,9 @@ class PagedRecurrence:
             for place in self._places
         }
         found = self._forward(hidden, **{self._cache: StateCache(held, begun=read is not None)})
-        for place in self._places if written is not None else ():
-            place.store(memory, written, held[place.state.key])
+        if written is not None:
+            for place in self._places:
+                place.store(memory, written, held[place.state.key])
         return found
 
 

@@ -69,7 +69,7 @@ def _styles(module: Any, name: str, known: dict[str, str]) -> Iterator[tuple[str
 
     ``name``: of the module in the plan ``known`` of transformers.
     """
-    # Modules whose ``out_proj`` comes without norms compute their heads from the size of the hidden state, which stays.
+    # Where ``out_proj`` has no norms beside it, heads are computed from the size of the hidden state, which stays.
     outputs = _OUTPUTS if hasattr(module, "q_layernorm") else _OUTPUTS[:2]
     output = next((one for one in outputs if _has_linears(module, one)), None)
     if recurrent := dict(recurrent_styles(module)):
