@@ -171,6 +171,7 @@ experiments: setup ## The experiments of docs/experiments.md: tables and figures
 	$(PY) -m benchmarks.eviction.run --json benchmarks/results/eviction.json --plot docs/figures/eviction.svg
 	$(PY) -m benchmarks.layer_groups.run --json benchmarks/results/layer-groups.json
 	$(PY) -m benchmarks.layer_groups.hits --json benchmarks/results/layer-groups-hits.json
+	$(PY) -m benchmarks.layer_groups.stored_once --json benchmarks/results/stored-once.json
 	$(PY) -m benchmarks.recovery.run --json benchmarks/results/recovery-cpu.json --plot docs/figures/recovery.svg
 	$(PY) -m benchmarks.recovery.storage --json benchmarks/results/recovery-storage-cpu.json
 	$(PY) -m benchmarks.kv_mapping.run --json benchmarks/results/kv-mapping.json --plot docs/figures/kv-mapping.svg

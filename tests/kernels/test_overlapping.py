@@ -29,7 +29,7 @@ class Case:
         vectors = torch.randn(new, KV_HEADS, size, generator=generator).to(device, dtype)
         self.k, self.v = vectors[..., :HEAD_DIM], vectors[..., -HEAD_DIM:]
         self.overlapping = KVLayer(pool[..., :HEAD_DIM], pool[..., -HEAD_DIM:])
-        self.apart = KVLayer(*(part.contiguous() for part in (self.overlapping.keys, self.overlapping.values)))
+        self.apart = KVLayer(self.overlapping.keys.contiguous(), self.overlapping.values.contiguous())
         self.q = torch.randn(new, HEADS, HEAD_DIM, generator=generator).to(device, dtype)
         assert (self.overlapping.shared, self.apart.shared) == (SHARED, 0)
 

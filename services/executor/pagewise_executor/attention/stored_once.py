@@ -31,24 +31,24 @@ class StoredOnce(nn.Module):
         plain = len(weight) // 2 - pairs
         self.shared = 2 * plain
         self._parts = [pairs, plain, pairs, plain]
-        _, second, _, last = weight.detach().split(self._parts)
+        _, second, _, last = torch.split(weight.detach(), self._parts)
         ones = torch.ones_like(weight[: 2 * pairs])
         self._weight = nn.Buffer(torch.cat([ones, second, last]), persistent=False)
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """Return queries of stored keys for rotated q [tokens, heads, head_dim]."""
-        first, second, third, last = q.split(self._parts, dim=-1)
+        first, second, third, last = torch.split(q, self._parts, dim=-1)
         return torch.cat([first, third, second, last], dim=-1).mul_(self._weight)
 
     def stored(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rotated keys and values [tokens, kv_heads, head_dim] as they are stored, overlapping in memory."""
-        first, _, third, _ = k.split(self._parts, dim=-1)
-        of_value = v.split(self._parts, dim=-1)
+        first, _, third, _ = torch.split(k, self._parts, dim=-1)
+        of_value = torch.split(v, self._parts, dim=-1)
         vectors = torch.cat([first, third, of_value[1], of_value[3], of_value[0], of_value[2]], dim=-1)
         return vectors[..., : k.shape[-1]], vectors[..., -v.shape[-1] :]
 
     def values(self, sums: torch.Tensor) -> torch.Tensor:
         """Return sums of values [tokens, heads, head_dim] for sums of stored values."""
         pairs, plain, *_ = self._parts
-        second, last, first, third = sums.split([plain, plain, pairs, pairs], dim=-1)
+        second, last, first, third = torch.split(sums, [plain, plain, pairs, pairs], dim=-1)
         return torch.cat([first, second, third, last], dim=-1)
