@@ -28,8 +28,7 @@ class CpuRecurrence:
 
     def takes(self, batch: StateBatch) -> bool:
         """Return whether it computes such tokens."""
-        single = batch.read is not None and batch.tokens.shape[1] == 1
-        return batch.written is not None and (self.chunks or single)
+        return self.chunks or (batch.read is not None and batch.tokens.shape[1] == 1)
 
     def __call__(
         self, hidden: torch.Tensor, batches: Sequence[StateBatch], memory: torch.Tensor, starts: Mapping[StateKey, int]
@@ -45,7 +44,6 @@ class CpuRecurrence:
         outputs = self._step.empty_outputs(projected)
         state_start = starts.get((RECURRENT, 0), 0)
         for batch in batches:
-            assert batch.written is not None
             blocks = Blocks(memory, batch.read, batch.written, starts[CONV, 0], state_start)
             self._step.compute(projected, batch.tokens, blocks, outputs)
         result: torch.Tensor = self._out(outputs)
