@@ -293,6 +293,17 @@ def check_recurrent(config: ExecutorConfig, device: torch.device) -> None:
         )
 
 
+def unfit_caches() -> str:
+    """Return why recurrent modules of this transformers get no states from pages, as a part of a sentence; empty: they
+    do."""
+    from transformers import DynamicCache, __version__
+
+    # Before version 5.21 modules read attributes of a cache's layers in place of the methods of ``StateCache``.
+    if hasattr(DynamicCache, "get_conv_state"):
+        return ""
+    return f"which are served from transformers 5.21 on, and {__version__} is installed: take a later version"
+
+
 def cache_name(module: nn.Module) -> str:
     """Return the name of the parameter by which a recurrent module gets the cache; empty: it has none."""
     parameters = inspect.signature(module.forward).parameters
