@@ -37,8 +37,9 @@ class StateSnapshot(NamedTuple):
     block: int
 
 
-class _Piece(NamedTuple):
-    """Tokens of a row from index ``offset`` of the flat batch on, between two switches."""
+class Piece(NamedTuple):
+    """Tokens of a row from index ``offset`` of the flat batch on, between two switches, with its blocks of states.
+    ``read``: -1 if the row begins."""
 
     offset: int
     read: int
@@ -46,7 +47,8 @@ class _Piece(NamedTuple):
 
 
 class StateTables:
-    """The blocks of the group ``number``, of states, by row. ``snapshots``: those that the step leaves."""
+    """The blocks of the group ``number``, of states, by row. ``snapshots``: those that the step leaves. ``sequences``:
+    the pieces of each row that the step computes, with their numbers of tokens, in the order of the flat batch."""
 
     def __init__(self, number: int, num_rows: int, pages: PageMap) -> None:
         self.number, self._pages = number, pages
@@ -55,6 +57,8 @@ class StateTables:
         self._switched: list[int] = []
         self.snapshots: list[StateSnapshot] = []
         self._new: list[int] = []
+        self._named: list[int] = []
+        self.sequences: list[list[tuple[int, Piece]]] = []
 
     def begin_plan(self) -> None:
         """Forget what the step before did."""
@@ -71,6 +75,7 @@ class StateTables:
         self._check(row, blocks)
         self._current[row], self._switches[row] = blocks[0], [(num_tokens, int(one)) for one in blocks[1:]]
         self._new.append(int(blocks[-1]))
+        self._named += blocks.tolist()
 
     def switch(self, row: int, num_tokens: int, block: int) -> None:
         """Note that the states behind ``num_tokens`` tokens stay, and that later ones are written to ``block``.
@@ -82,6 +87,12 @@ class StateTables:
         self._switches[row].append((num_tokens, block))
         self._switched.append(row)
         self._new.append(block)
+        self._named.append(block)
+
+    def take_named(self) -> Int64s:
+        """Return the blocks that rows got since the last call."""
+        named, self._named = self._named, []
+        return np.unique(np.array(named, np.int64))
 
     def map(self) -> Int32s:
         """Give pages to the blocks that rows write from this plan on; return them [n, pages per block].
@@ -97,7 +108,7 @@ class StateTables:
         self._current[row] = _NONE
         return [StateSnapshot(row, num_computed, block)] if num_computed and not switches else []
 
-    def pages_of(self, blocks: Sequence[int]) -> Int32s:
+    def pages_of(self, blocks: Sequence[int] | Int64s) -> Int32s:
         """Return the pages of blocks [n, pages per block]."""
         return self._pages.pages(self.number, np.array(blocks, np.int32))
 
@@ -109,10 +120,11 @@ class StateTables:
         Raises:
             InvalidPlanError: a row switches at tokens that it does not compute, or a block has no pages.
         """
-        found: dict[tuple[int, int, bool], list[_Piece]] = {}
-        offset = 0
+        found: dict[tuple[int, int, bool], list[Piece]] = {}
+        self.sequences, offset = [], 0
         for row, start, stop in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
-            for turn, (size, piece) in enumerate(self._pieces(row, start, stop, offset)):
+            self.sequences.append(list(self._pieces(row, start, stop, offset)))
+            for turn, (size, piece) in enumerate(self.sequences[-1]):
                 found.setdefault((turn, size, piece.read == _NONE), []).append(piece)
             offset += stop - start
         for row in self._switched:
@@ -120,7 +132,7 @@ class StateTables:
                 raise InvalidPlanError(f"row {row} switches at {later[-1][0]} tokens, which it does not reach")
         return [self._batch(size, begins, pieces) for (_, size, begins), pieces in sorted(found.items())]
 
-    def _pieces(self, row: int, start: int, stop: int, offset: int) -> Iterable[tuple[int, _Piece]]:
+    def _pieces(self, row: int, start: int, stop: int, offset: int) -> Iterable[tuple[int, Piece]]:
         """Yield the pieces of a row, each with its number of tokens. The last switch is done afterwards."""
         current, switches = int(self._current[row]), self._switches[row]
         read, at, last = current if start else _NONE, start, _NONE
@@ -129,15 +141,15 @@ class StateTables:
             if num_tokens < start or num_tokens <= last:
                 raise InvalidPlanError(f"row {row} switches at {num_tokens} tokens, which it has passed")
             if num_tokens > at:
-                yield num_tokens - at, _Piece(offset + at - start, read, current)
+                yield num_tokens - at, Piece(offset + at - start, read, current)
                 read, at = current, num_tokens
             if num_tokens:
                 self.snapshots.append(StateSnapshot(row, num_tokens, current))
             current, last = block, num_tokens
         self._current[row] = current
-        yield stop - at, _Piece(offset + at - start, read, current)
+        yield stop - at, Piece(offset + at - start, read, current)
 
-    def _batch(self, size: int, begins: bool, pieces: Sequence[_Piece]) -> SequenceBatch:
+    def _batch(self, size: int, begins: bool, pieces: Sequence[Piece]) -> SequenceBatch:
         tokens = np.array([piece.offset for piece in pieces], np.int64)[:, None] + np.arange(size)
         read = None if begins else self.pages_of([piece.read for piece in pieces])
         written = self.pages_of([piece.written for piece in pieces])

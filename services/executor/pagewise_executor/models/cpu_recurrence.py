@@ -9,21 +9,30 @@ tokens that show how it computes. What fits no form is computed by PyTorch.
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from pagewise_executor.models.recurrent import CONV, RECURRENT, RecurrentLayer, StateCache, StateKey, cache_name
+from pagewise_executor.models.recurrent import (
+    CONV,
+    RECURRENT,
+    RecurrentLayer,
+    SingleTokens,
+    StateCache,
+    StateKey,
+    cache_name,
+)
 
 if TYPE_CHECKING:
     from pagewise_kernels.cpu.recurrent import Places, RecurrentStep, Weights
 
 log = logging.getLogger(__name__)
 
-_DIMENSIONS: dict[StateKey, int] = {(CONV, 0): 2, (RECURRENT, 0): 3}
+DIMENSIONS: dict[StateKey, int] = {(CONV, 0): 2, (RECURRENT, 0): 3}
 """The states of a module that the operations may compute, with the dimensions of each."""
 _HIDDEN = torch.tensor([0.3, 1.0, 1.0, 3.0])
 """Sizes of the hidden states of a comparison, each of another sequence."""
@@ -58,18 +67,28 @@ class CpuRecurrence:
 @torch.no_grad()
 def find_recurrences(model: nn.Module, layers: Sequence[RecurrentLayer]) -> dict[str, CpuRecurrence]:
     """Return what computes single tokens as recurrent modules of a model do, by their names."""
-    found = {}
+    found: dict[str, CpuRecurrence] = {}
     for layer in layers:
         config: Any = model.config
         shapes = {state.key: state.shape for state in layer.states}
         dimensions = {key: len(shape) for key, shape in shapes.items()}
-        if dimensions == _DIMENSIONS and all(state.dtype == torch.float32 for state in layer.states):
-            trial = _Trial(model.get_submodule(layer.name), shapes, config.get_text_config().hidden_size)
-            if (one := trial.find()) is not None:
+        if dimensions == DIMENSIONS and all(state.dtype == torch.float32 for state in layer.states):
+            trial = FormTrial(model.get_submodule(layer.name), shapes, config.get_text_config().hidden_size)
+            if (one := trial.find(partial(_made, shapes))) is not None:
                 found[layer.name] = one
     if layers:
         log.info("%d of %d recurrent layers compute single tokens by CPU operations", len(found), len(layers))
     return found
+
+
+def _made(
+    shapes: Mapping[StateKey, tuple[int, ...]], projections: Sequence[nn.Module], weights: "Weights", places: "Places",
+    out: nn.Module,
+) -> CpuRecurrence:  # fmt: skip
+    from pagewise_kernels.cpu.recurrent import RecurrentStep
+
+    step = RecurrentStep(weights, places, shapes[RECURRENT, 0], shapes[CONV, 0][-1])  # type: ignore[arg-type]
+    return CpuRecurrence(projections, step, out)
 
 
 class _Call(NamedTuple):
@@ -80,19 +99,24 @@ class _Call(NamedTuple):
     result: Any
 
 
-class _Trial:
+SingleT = TypeVar("SingleT", bound=SingleTokens)
+
+
+class FormTrial:
     """A recurrent module, and what it computes of one token of each of some sequences."""
 
     def __init__(self, module: nn.Module, shapes: dict[StateKey, tuple[int, ...]], size: int) -> None:
         self._module, self._shapes = module, shapes
         self._heads = shapes[RECURRENT, 0][0]
-        self._hidden = _some(len(_HIDDEN), size) * _HIDDEN[:, None]
-        self._before = {key: _some(len(_HIDDEN), *shape) / 2 for key, shape in shapes.items()}
+        self._hidden = some(len(_HIDDEN), size) * _HIDDEN[:, None]
+        self._before = {key: some(len(_HIDDEN), *shape) / 2 for key, shape in shapes.items()}
 
-    def find(self) -> CpuRecurrence | None:
-        """Return what computes the same; None: the operations do not."""
-        from pagewise_kernels.cpu.recurrent import RecurrentStep
+    def find(self, make: Callable[[Sequence[nn.Module], "Weights", "Places", nn.Module], SingleT]) -> SingleT | None:
+        """Return what ``make`` makes of the form of the module; None: it has no form that computes the same.
 
+        ``make`` gets the projections, the form, and the last part. It raises ValueError or TypeError for forms that it
+        does not compute.
+        """
         convolutions = [part for part in self._module.children() if isinstance(part, nn.Conv1d)]
         parameters = [getattr(self._module, name, None) for name in ("A_log", "dt_bias")]
         if len(convolutions) != 1 or any(not isinstance(one, nn.Parameter) for one in parameters):
@@ -109,10 +133,9 @@ class _Trial:
             return None  # something is computed of the projections first
         for weights, places in self._forms(convolutions[0], norm, sources):
             try:
-                step = RecurrentStep(weights, places, self._shapes[RECURRENT, 0], self._shapes[CONV, 0][-1])  # type: ignore[arg-type]
+                found = make(projections, weights, places, calls[-1].part)
             except (ValueError, TypeError):  # another form may fit
                 continue
-            found = CpuRecurrence(projections, step, calls[-1].part)
             if self._computes(found, expected[:, 0], after):
                 return found
         return None
@@ -187,7 +210,7 @@ class _Trial:
             )  # fmt: skip
 
     def _computes(
-        self, recurrence: CpuRecurrence, expected: torch.Tensor, after: Mapping[StateKey, torch.Tensor]
+        self, recurrence: SingleTokens, expected: torch.Tensor, after: Mapping[StateKey, torch.Tensor]
     ) -> bool:
         """Return whether an operation computes the outputs and states of the module."""
         count, starts, start = len(_HIDDEN), {}, 0
@@ -197,8 +220,8 @@ class _Trial:
         pages = torch.arange(count, dtype=torch.int32)[:, None]
         outputs = recurrence(self._hidden, memory, pages, pages, starts)
         states = torch.split(memory.view(torch.float32), [state[0].numel() for state in after.values()], dim=1)
-        return _near(outputs, expected) and all(
-            _near(found, state.flatten(1)) for found, state in zip(states, after.values(), strict=True)
+        return near(outputs, expected) and all(
+            near(found, state.flatten(1)) for found, state in zip(states, after.values(), strict=True)
         )
 
 
@@ -216,7 +239,7 @@ def _is_norm(call: _Call) -> bool:
     return tensors and isinstance(getattr(call.part, "weight", None), nn.Parameter)
 
 
-def _near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Return whether results [sequences, size] are the same but for rounding."""
     errors = (found - expected).abs().amax(dim=1)
     return bool((errors <= _MOST * expected.abs().amax(dim=1)).all())
@@ -226,6 +249,6 @@ def _same(found: object, expected: torch.Tensor) -> bool:
     return isinstance(found, torch.Tensor) and torch.equal(found, expected)
 
 
-def _some(*shape: int) -> torch.Tensor:
+def some(*shape: int) -> torch.Tensor:
     """Return values of about one that are the same each time."""
     return torch.cos(torch.arange(math.prod(shape), dtype=torch.float64).square()).float().view(shape) * math.sqrt(2)
