@@ -1,6 +1,5 @@
 """Recurrent layers over flat batches, compared with the functions of transformers for each sequence and token."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,9 +17,7 @@ from pagewise_kernels.recurrent import (
 )
 
 delta_rule = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next").torch_recurrent_gated_delta_rule
-state_update = pytest.importorskip(
-    "transformers.models.nemotron_h.modeling_nemotron_h"
-).mamba2_selective_state_update
+state_update = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h").mamba2_selective_state_update
 
 
 class Sequence(NamedTuple):
@@ -178,27 +175,87 @@ class Problem:
         expected = self.expected()
         outputs = recur(layer, self.projected, plan, *self.blocks)
         for found, wanted in zip((outputs, *self.found_states()), expected, strict=True):
-            torch.testing.assert_close(found.double(), wanted, atol=tolerance * float(wanted.abs().max()), rtol=tolerance)
+            torch.testing.assert_close(
+                found.double(), wanted, atol=tolerance * float(wanted.abs().max()), rtol=tolerance
+            )
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "delta": dict(delta=True, heads=4, groups=2, key=16, value=32, norm=32),
-    "delta of odd sizes, rows across pages": dict(
-        delta=True, heads=3, groups=3, key=10, value=7, kept=3, page=76, start=4, bias=True, norm=7, gate_first=True
-    ),
-    "mamba": dict(delta=False, heads=4, groups=2, key=16, value=16, norm=32, gate_first=True, bias=True),
-    "mamba of odd sizes without norm": dict(
-        delta=False, heads=6, groups=1, key=9, value=5, width=2, kept=2, page=116, start=8
-    ),
-}
+    "delta": {"delta": True, "heads": 2, "groups": 1, "key": 16, "value": 32, "norm": 32},
+    "delta of odd sizes, rows across pages": {
+        "delta": True, "heads": 3, "groups": 3, "key": 10, "value": 7, "kept": 3, "page": 76, "start": 4, "bias": True,
+        "norm": 7, "gate_first": True,
+    },
+    "mamba": {
+        "delta": False, "heads": 2, "groups": 1, "key": 16, "value": 16, "norm": 32, "gate_first": True, "bias": True,
+    },
+    "mamba of odd sizes without norm": {
+        "delta": False, "heads": 4, "groups": 2, "key": 9, "value": 5, "width": 2, "kept": 2, "page": 116, "start": 8,
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-def test_decodes_and_chunks_together(shape: dict[str, Any], padded: bool, device: torch.device) -> None:
-    Problem(device, torch.float32, **shape).check(1e-4, padded=padded)
+@pytest.mark.parametrize("name", SHAPES)
+def test_decodes_and_chunks_together(name: str, device: torch.device) -> None:
+    Problem(device, torch.float32, **SHAPES[name]).check(1e-4, padded="odd" in name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["delta", "mamba"])
+def test_sixteen_bits(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """States stay in float32; products take keys and values in 16 bits, as the models do."""
+    sequences = [SEQUENCES[0], SEQUENCES[1], Sequence(7, {CHUNK + 1: 7})]
+    Problem(device, dtype, **SHAPES[name], sequences=sequences).check(0.02 if dtype == torch.float16 else 0.1)
 
 
 @pytest.mark.parametrize("shape", [SHAPES["delta"], SHAPES["mamba"]], ids=["delta", "mamba"])
 def test_decodes_alone(shape: dict[str, Any], device: torch.device) -> None:
     Problem(device, torch.float32, **shape, sequences=SEQUENCES[:3]).check(1e-4, padded=True)
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_short_convolutions(longer: bool, device: torch.device) -> None:
+    """Of products of two inputs; a third one multiplies the result."""
+    torch.manual_seed(3)
+    sequences, channels, kept = SEQUENCES if longer else SEQUENCES[:3], 37, 3
+    tokens = sum(one.size for one in sequences)
+    projected = torch.randn(tokens + PADDING, 3 * channels, device=device)
+    conv, factor, gate = torch.randperm(3 * channels, device=device).view(3, channels)
+    weight, bias = torch.randn(channels, 3, device=device), torch.randn(channels, device=device)
+    states = torch.randn(BLOCKS, channels, kept, device=device)
+    memory, tables = states.flatten(1).clone(), torch.arange(BLOCKS, dtype=torch.int32, device=device)[:, None]
+    layer = ShortConvolution(weight, bias, conv, factor, gate, kept)
+    plan = plan_of(sequences, projected.device, padded=True)
+    found = convolve_short(layer, projected, plan, BlockStates(memory.view(torch.uint8), tables, 0, torch.float32))
+    inputs, offset = projected[:, conv] * projected[:, factor], 0
+    expected, after = torch.zeros_like(found), states.clone()
+    for one in sequences:
+        begin = states[one.read] if one.read is not None else torch.zeros_like(states[0])
+        joined = torch.cat([begin, inputs[offset : offset + one.size].T], dim=1)
+        mixed = F.conv1d(joined[None, :, 1:], weight[:, None], bias, groups=channels)[0].T
+        expected[offset : offset + one.size] = mixed * projected[offset : offset + one.size][:, gate]
+        for at, block in one.written.items():
+            after[block] = joined[:, at : at + kept]
+        offset += one.size
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(memory.view_as(after), after)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    problem = Problem(device, torch.float32, **SHAPES["delta"], sequences=SEQUENCES[:3])
+    plan, layer = plan_of(SEQUENCES[:3], device), Recurrence(problem.weights, problem.places, problem.state, 4)
+    conv, state = problem.blocks
+    with pytest.raises(ValueError, match="rows of projections"):
+        recur(layer, problem.projected[:, :-1], plan, conv, state)
+    with pytest.raises(ValueError, match="do not fit 1 pages"):
+        recur(
+            layer,
+            problem.projected,
+            plan,
+            conv,
+            BlockStates(problem.memory, conv.tables[:, :1].contiguous(), 0, torch.float32),
+        )
+    with pytest.raises(ValueError, match="values of 4 bytes do not fit"):
+        BlockStates(problem.memory, problem.pages, 2, torch.float32)
+    with pytest.raises(ValueError, match="do not fit a state"):
+        Recurrence(problem.weights, problem.places, (2, 16, 31), 4)

@@ -52,9 +52,7 @@ def convolve_short(
     return convolve(layer, projected, plan, conv)
 
 
-def _check(
-    layer: Recurrence | ShortConvolution, projected: torch.Tensor, plan: ChunkPlan, conv: BlockStates
-) -> None:
+def _check(layer: Recurrence | ShortConvolution, projected: torch.Tensor, plan: ChunkPlan, conv: BlockStates) -> None:
     if projected.dim() != 2 or projected.shape[1] < layer.size or projected.stride(1) != 1:
         raise ValueError(f"rows of projections have {layer.size} values, not {list(projected.shape)}")
     if projected.dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -75,7 +75,7 @@ def inverse_kernel(
         # The triangles on the diagonal: row i of the inverse, without its one, from the rows before it.
         PARTS: tl.constexpr = CHUNK // PART
         part, within = tl.arange(0, PARTS), tl.arange(0, PART)
-        own = (part[:, None, None, None] == part[None, None, :, None])
+        own = part[:, None, None, None] == part[None, None, :, None]
         triangles = -tl.sum(tl.where(own, tl.reshape(lower, (PARTS, PART, PARTS, PART)), 0.0), 2)
         for i in range(1, PART):
             here = (within == i)[None, :, None]

@@ -127,7 +127,7 @@ def keep_inputs_kernel(
     first, last = tl.load(firsts + tl.program_id(0)), tl.load(firsts + tl.program_id(0) + 1)
     places = tl.load(conv_from + channels, mask=inside, other=0)
     factors = tl.load(factor_from + channels, mask=inside, other=0)
-    for turn in range(0, last - first):
+    for turn in range(last - first):
         chunk = chunks + (last - 1 - turn) * FIELDS
         if tl.load(chunk + 5) == 0:
             _keep_inputs(

@@ -63,8 +63,10 @@ class RecurrentPlans:
         return most <= chunks // FIELDS and len(self._states.sequences) < firsts
 
     def begin_static(self, size: int, *, longer: bool) -> None:
-        """Write the plan of a step to the static buffer. ``size``: of the graph, in sequences with one token each; or in
-        tokens if they may have more, ``longer``."""
+        """Write the plan of a step to the static buffer.
+
+        ``size``: of the graph, in sequences with one token each; or in tokens if they may have more, ``longer``.
+        """
         assert self._states is not None
         named = self._states.take_named()
         lengths = self._lengths(size, longer=longer)

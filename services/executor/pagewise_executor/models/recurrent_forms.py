@@ -190,7 +190,9 @@ def find_form(module: nn.Module, layer: RecurrentLayer, hidden_size: int, dtype:
         candidates = _short_forms(small, shapes[CONV, 0][0], sum(projections.values()))
     parts = [instead[id(part)] for part in projections]
     for plain in candidates:
-        if all(_computes(plain, small, parts, shapes, count, begun) for count in (1, _TOKENS) for begun in (True, False)):
+        if all(
+            _computes(plain, small, parts, shapes, count, begun) for count in (1, _TOKENS) for begun in (True, False)
+        ):
             return Form(plain, list(projections), out)
     return None
 
