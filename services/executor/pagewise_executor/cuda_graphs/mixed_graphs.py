@@ -100,9 +100,8 @@ class _Size(NamedTuple):
 class MixedGraphs(GraphedSteps):
     """Runs steps of up to ``most_tokens`` tokens, at most LARGEST, from static buffers.
 
-    ``body`` and ``head``: of the model. ``last_tokens``, ``adapters``, ``plans``: see ``DecodeGraphs``. ``runs``: whether
-    steps
-    run like this, by graphs or directly; it is true once their graphs have been captured.
+    ``body`` and ``head``: of the model. ``last_tokens``, ``adapters``, ``plans``: see ``DecodeGraphs``. ``runs``:
+    whether steps run like this, by graphs or directly; it is true once their graphs have been captured.
     """
 
     name = "steps with prefill chunks"
