@@ -20,6 +20,7 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import launch
+from pagewise_kernels.products import compute_options
 from pagewise_kernels.recurrent.layers import Recurrence
 from pagewise_kernels.recurrent.paged_states import CHUNK, FIELDS, BlockStates, ChunkPlan, matrix_at
 from pagewise_kernels.recurrent.step_kernel import TINY, softplus
@@ -47,8 +48,8 @@ def _of_length_one(x):
 def inverse_kernel(
     convolved, projected, inverses, chunks, decay_from, beta_from, rate, dt_bias, stride, beta_scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PADDED: tl.constexpr,
-    CHUNK: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr = False,
+    CHUNK: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Programs: head, chunk. ``inverses`` [tokens, heads, CHUNK] gets a row of T for each token."""
     head = tl.program_id(0)
@@ -61,7 +62,7 @@ def inverse_kernel(
         inside = tokens < stop
         base = convolved + GROUPS * KEY + head // (HEADS // GROUPS) * KEY
         k = _rows(base, tokens, inside, keys, keys < KEY, HEADS * VALUE + 2 * GROUPS * KEY)
-        k = _of_length_one(k).to(convolved.dtype.element_ty)
+        k = _of_length_one(k).to(COMPUTE)
         inputs = projected + tokens.to(tl.int64) * stride
         a = tl.load(inputs + tl.load(decay_from + head), mask=inside, other=0.0).to(tl.float32)
         b = tl.load(inputs + tl.load(beta_from + head), mask=inside, other=0.0).to(tl.float32)
@@ -100,13 +101,13 @@ def chunk_kernel(
     stride, start, beta_scale, least, most,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, FIELDS: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr, IS_DELTA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr = False,
+    WHOLE_ROWS: tl.constexpr, IS_DELTA: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Programs: head, BLOCK of its values, sequence with several tokens."""
     head = tl.program_id(0)
     keys, values = tl.arange(0, KEY_PADDED), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     rows, in_key, in_value = tl.arange(0, CHUNK), keys < KEY, values < VALUE
-    kind = convolved.dtype.element_ty
     wait_for_predecessor(PDL)
     sequence = firsts + tl.program_id(2)
     first, last = tl.load(sequence), tl.load(sequence + 1)
@@ -144,27 +145,28 @@ def chunk_kernel(
             total = tl.sum(tl.where(inside, own_rate * dt, 0.0), 0)
             since = tl.exp(g)[:, None]
             if IS_DELTA:
-                k = _of_length_one(k).to(kind)
-                q = (_of_length_one(q) / tl.sqrt(KEY * 1.0)).to(kind)
+                k = _of_length_one(k).to(COMPUTE)
+                q = (_of_length_one(q) / tl.sqrt(KEY * 1.0)).to(COMPUTE)
                 b = tl.load(inputs + beta_at, mask=inside, other=0.0).to(tl.float32)
                 beta = tl.where(inside, beta_scale / (1.0 + tl.exp(-b)), 0.0)[:, None]
-                known = tl.dot(k, state.to(kind), input_precision=PRECISION)
+                known = tl.dot(k, state.to(COMPUTE), input_precision=PRECISION)
                 t = _rows(inverses + head * CHUNK, tokens, inside, rows, rows < CHUNK, HEADS * CHUNK)
-                u = tl.dot(t, (beta * (v - since * known)).to(kind), input_precision=PRECISION)
+                u = tl.dot(t.to(COMPUTE), (beta * (v - since * known)).to(COMPUTE), input_precision=PRECISION)
             else:
+                k, q = k.to(COMPUTE), q.to(COMPUTE)
                 u = tl.where(inside, dt, 0.0)[:, None] * v
-            u = u.to(kind)
+            u = u.to(COMPUTE)
             below = rows[:, None] >= rows[None, :]
             weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             weights = tl.where(below, weights * tl.exp(tl.where(below, g[:, None] - g[None, :], 0.0)), 0.0)
-            result = since * tl.dot(q, state.to(kind), input_precision=PRECISION)
-            result = tl.dot(weights.to(kind), u, result, input_precision=PRECISION)
+            result = since * tl.dot(q, state.to(COMPUTE), input_precision=PRECISION)
+            result = tl.dot(weights.to(COMPUTE), u, result, input_precision=PRECISION)
             if not IS_DELTA:
                 result += tl.load(skip + head) * v
-            rest = (k.to(tl.float32) * tl.exp(total - g)[:, None]).to(kind)
+            rest = (k.to(tl.float32) * tl.exp(total - g)[:, None]).to(COMPUTE)
             state = tl.dot(tl.trans(rest), u, state * tl.exp(total), input_precision=PRECISION)
             result_at = out + (tokens.to(tl.int64)[:, None] * HEADS + head) * VALUE + values[None, :]
-            tl.store(result_at, result.to(kind), mask=inside[:, None] & in_value[None, :])
+            tl.store(result_at, result.to(out.dtype.element_ty), mask=inside[:, None] & in_value[None, :])
             written = tl.load(chunks + number * FIELDS + 3)
             if written >= 0:
                 into = tables + written.to(tl.int64) * PAGES
@@ -182,10 +184,10 @@ def compute_chunks(
 ) -> None:  # fmt: skip
     """Compute the results ``out`` [tokens, heads · value] of sequences with several tokens, and update their states."""
     wide = convolved.dtype == torch.float32
-    precision = "tf32x3" if wide else "tf32"
     shape = {
         "HEADS": layer.heads, "GROUPS": layer.groups, "KEY": layer.key, "VALUE": layer.value,
-        "KEY_PADDED": max(16, power_of_two(layer.key)), "CHUNK": CHUNK, "FIELDS": FIELDS, "PRECISION": precision,
+        "KEY_PADDED": max(16, power_of_two(layer.key)), "CHUNK": CHUNK, "FIELDS": FIELDS,
+        **compute_options(convolved.dtype) | {"PRECISION": "tf32x3" if wide else "tf32"},
     }  # fmt: skip
     inverses = convolved
     if layer.is_delta:
