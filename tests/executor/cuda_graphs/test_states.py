@@ -17,12 +17,11 @@ from pagewise_executor.recurrent_plans import RecurrentPlans
 from pagewise_executor.state_tables import Piece
 
 from tests.executor.cuda_graphs.fake_captures import FakeCuda
-from tests.executor.cuda_graphs.test_groups import TOKENS, build, cuda
+from tests.executor.cuda_graphs.recorded import TOKENS, build
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
 from tests.model_builders import VOCAB_SIZE, build_model
 
-__all__ = ["cuda"]
 pytestmark = pytest.mark.interpreted
 
 
@@ -49,7 +48,7 @@ def poison(runner: ModelRunner) -> None:
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.long)])
-def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, cuda: FakeCuda) -> None:
+def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, recorded: FakeCuda) -> None:
     """Requests come and go, with prefix hits and chunks."""
     build_model(family, tmp_path, seed=7)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -62,14 +61,14 @@ def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, cu
     assert graphs is not None
     with torch.inference_mode():
         assert capture_graphs(ALONE, graphs.mixed, graphs.decodes)
-    cuda.before_replay = lambda: poison(runner)
+    recorded.before_replay = lambda: poison(runner)
     requests = [
         request(prompt, length, f"r{number}")
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     run_requests(runner, requests, num_blocks=100, max_num_seqs=3, max_num_batched_tokens=TOKENS, arrive_every=3)
     assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
-    assert cuda.replayed > 15
+    assert recorded.replayed > 15
 
 
 def test_a_step_with_many_switches_does_not_fit() -> None:

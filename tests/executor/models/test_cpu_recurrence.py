@@ -5,19 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from pagewise_executor.models.cpu_recurrence import find_recurrences
 from pagewise_executor.models.recurrent import (
     PagedRecurrence,
     RecurrentContext,
-    RecurrentLayer,
     StateBatch,
 )
-from pagewise_executor.models.trial import try_without_weights
-from torch import nn
 
 from tests.cpu_kernels import need_cpu_kernels
-from tests.model_builders import RECURRENT, build_model
+from tests.executor.models.recurrent_models import Squared, recurrent_model
+from tests.model_builders import RECURRENT
 
 COMPUTED = [
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba",
@@ -27,18 +24,6 @@ COMPUTED = [
 @pytest.fixture(autouse=True)
 def _kernels() -> None:
     need_cpu_kernels()
-
-
-def recurrent_model(family: str, path: Path, **settings: object) -> tuple[Any, list[RecurrentLayer]]:
-    build_model(family, path, seed=5, **settings)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias", ".D", "conv1d.bias", "norm.weight")):
-                parameter.add_(torch.randn_like(parameter) / 2)
-    layers = try_without_weights(str(path), model.config, torch.float32, trust_remote_code=False).recurrent
-    return model, layers
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -85,14 +70,3 @@ def test_what_computes_otherwise_stays_with_pytorch(tmp_path: Path) -> None:
 def test_scaled_projections_stay_with_pytorch(tmp_path: Path) -> None:
     model, layers = recurrent_model("falcon_h1", tmp_path, ssm_multipliers=[0.5, 2.0, 0.3, 1.0, 0.7])
     assert not find_recurrences(model, layers)
-
-
-class Squared(nn.Module):
-    """A norm of a gate that is squared."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.weight = norm, norm.weight
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return self.norm(x, gate.square())  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ import torch
 from pagewise_executor.models.recurrent_forms import find_form
 from torch import nn
 
-from tests.executor.models.test_cpu_recurrence import Squared, recurrent_model
+from tests.executor.models.recurrent_models import Squared, recurrent_model
 from tests.model_builders import RECURRENT
 
 
