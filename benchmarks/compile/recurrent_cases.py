@@ -53,8 +53,8 @@ def _recur(dtype: torch.dtype, delta: bool, heads: int, groups: int, key: int, v
 
 
 def _short(dtype: torch.dtype, longer: bool) -> None:
-    places = [torch.arange(first, first + 2048) for first in (0, 2048, 4096)]
-    layer = ShortConvolution(_floats(2048, 3), None, *places, kept=3)
+    conv, factor, gate = torch.arange(6144).view(3, 2048)
+    layer = ShortConvolution(_floats(2048, 3), None, conv, factor, gate, kept=3)
     convolve_short(layer, _floats(256, 6144, dtype=dtype), _plan(longer), _states(dtype, 0))
 
 

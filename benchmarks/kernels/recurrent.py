@@ -42,10 +42,10 @@ def _call(bench: Bench, layer: Recurrence, sizes: list[int]) -> Callable[[], obj
             chunks.append((start, stop, block, block if stop == at + size else -1, at, size == 1))
         at += size
         firsts.append(len(chunks))
-    plan = ChunkPlan(
-        *(torch.tensor(each, dtype=torch.int32, device=bench.device) for each in ([at], firsts, chunks)),
-        longer=max(sizes) > 1,
+    of_tokens, of_sequences, of_chunks = (
+        torch.tensor(each, dtype=torch.int32, device=bench.device) for each in ([at], firsts, chunks)
     )
+    plan = ChunkPlan(of_tokens, of_sequences, of_chunks, max(sizes) > 1)
     projected = torch.randn(at, layer.size, device=bench.device).bfloat16()
     states = []
     for values, dtype in (

@@ -125,7 +125,7 @@ def chunk_kernel(
         decay_at, beta_at = tl.load(decay_from + head), tl.load(beta_from + head)
         state = tl.zeros((KEY_PADDED, BLOCK), tl.float32)
         if read >= 0:
-            pages = tables + read.to(tl.int64) * PAGES
+            pages = tables + read.to(tl.int64) * PAGES  # type: ignore[attr-defined]
             if IS_DELTA:
                 at = matrix_at(pages, of_head, keys, in_key, values, in_value, VALUE, PAGE, WHOLE_ROWS)
             else:

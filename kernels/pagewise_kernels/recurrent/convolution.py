@@ -145,7 +145,9 @@ def convolve(
     result, of a short one zeros.
     """
     is_short = isinstance(layer, ShortConvolution)
-    factors, gates = (layer.factor_from, layer.gate_from) if is_short else (layer.conv_from, layer.conv_from)
+    factors = gates = layer.conv_from
+    if isinstance(layer, ShortConvolution):
+        factors, gates = layer.factor_from, layer.gate_from
     channels, width = layer.conv.shape
     block = min(_CHANNELS, power_of_two(channels))
     programs = triton.cdiv(channels, block)

@@ -53,7 +53,8 @@ class RecurrentPlans:
         named = self._states.take_named()
         there = self._upload.together(counts, firsts, chunks, named, self._states.pages_of(named))
         self._change(*there[3:])
-        self._context.plan = ChunkPlan(*there[:3], longer=len(chunks) > len(firsts) - 1 or not chunks[:, 5].all())
+        longer = len(chunks) > len(firsts) - 1 or not chunks[:, 5].all()
+        self._context.plan = ChunkPlan(there[0], there[1], there[2], longer)
 
     def fits(self, size: int) -> bool:
         """Return whether the step has no more chunks than a graph of ``size`` tokens has."""
@@ -83,7 +84,7 @@ class RecurrentPlans:
     def use_static(self, size: int, *, longer: bool) -> None:
         """Let the recurrent layers read the plan in the static buffer: see ``begin_static``."""
         lengths = self._lengths(size, longer=longer)
-        counts, firsts, chunks = self._static[: sum(lengths)].split(lengths)
+        counts, firsts, chunks = torch.split(self._static[: sum(lengths)], lengths)
         most = 1 + (min(size, self._num_rows) if longer else size)
         count = (self._chunks(size) if longer else size) * FIELDS
         self._context.plan = ChunkPlan(counts, firsts[:most], chunks[:count].view(-1, FIELDS), longer)

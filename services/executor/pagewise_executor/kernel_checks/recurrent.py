@@ -7,7 +7,7 @@ from pagewise_kernels.recurrent import CHUNK, BlockStates, ChunkPlan, ShortConvo
 
 from pagewise_executor.kernel_checks.compared import TOLERANCE, Compared
 from pagewise_executor.kernel_checks.use import KernelUse
-from pagewise_executor.models.recurrent import CONV, RECURRENT
+from pagewise_executor.models.recurrent import CONV, RECURRENT, StateKey
 from pagewise_executor.models.recurrent_forms import PlainRecurrence
 from pagewise_executor.models.triton_recurrence import kernels_of_form
 
@@ -26,7 +26,7 @@ def recurrent_layers(use: KernelUse) -> Iterator[Compared]:
         chunks = [0, 1, 0, 0, 0, 1, 1, 1 + CHUNK, -1, -1, 1, 0, 1 + CHUNK, 1 + _LONG, -1, 1, 1, 0]
         counts, firsts, of_chunks = (use.ints(*each, dtype=torch.int32) for each in ([1 + _LONG], [0, 1, 3], chunks))
         plan = ChunkPlan(counts, firsts, of_chunks.view(3, -1), longer=True)
-        shapes = [((CONV, 0), (len(layer.conv), kept), use.dtype)]
+        shapes: list[tuple[StateKey, tuple[int, ...], torch.dtype]] = [((CONV, 0), (len(layer.conv), kept), use.dtype)]
         if isinstance(plain, PlainRecurrence):
             shapes.append(((RECURRENT, 0), plain.state, torch.float32))
         held = {key: use.draw(2, *shape).to(dtype) for key, shape, dtype in shapes}

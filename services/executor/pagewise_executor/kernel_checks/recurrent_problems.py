@@ -36,7 +36,7 @@ def typical_forms(heads: int, key: int, value: int) -> tuple[KeptForm, ...]:
     found: list[KeptForm] = []
     for is_delta in (True, False):
         channels, inner = 2 * key + heads * value, heads * value
-        places = torch.arange(channels + inner + 2 * heads).split([channels, inner, heads, heads])
+        places = torch.split(torch.arange(channels + inner + 2 * heads), [channels, inner, heads, heads])
         weights = Weights(
             conv=draw(channels, 4) / 2, conv_bias=None if is_delta else draw(channels), a_log=draw(heads),
             dt_bias=draw(heads), skip=None if is_delta else draw(heads), norm=draw(inner),

@@ -97,10 +97,10 @@ class PlainRecurrence:
     def _parts(self, mixed: torch.Tensor, *, value_first: bool) -> list[torch.Tensor]:
         """Split convolved channels [sequences, channels] into keys, queries and values [sequences, heads, size]."""
         keys, values = self._groups * self._key, self._heads * self._value
-        found = []
-        for part in mixed.split([values, keys, keys] if value_first else [keys, keys, values], dim=1):
+        found: list[torch.Tensor] = []
+        for part in torch.split(mixed, [values, keys, keys] if value_first else [keys, keys, values], dim=1):
             is_value = len(found) == (0 if value_first else 2)
-            shaped = part.unflatten(1, (self._heads, self._value) if is_value else (self._groups, self._key))
+            shaped = part.reshape(len(part), -1, self._value if is_value else self._key)
             found.append(shaped if is_value else shaped.repeat_interleave(self._heads // self._groups, 1))
         return found
 
@@ -109,7 +109,7 @@ class PlainRecurrence:
         if weights.gate_first or weights.norm is None:
             x = x * gate
         if weights.norm is not None:
-            parts = x.unflatten(2, (-1, weights.norm_size))
+            parts = x.reshape(*x.shape[:2], -1, weights.norm_size)
             parts = parts * (parts.square().mean(-1, keepdim=True) + weights.eps).rsqrt()
             x = parts.flatten(2) * weights.norm
             x = x if weights.gate_first else x * gate
@@ -185,7 +185,7 @@ def find_form(module: nn.Module, layer: RecurrentLayer, hidden_size: int, dtype:
     if dimensions == DIMENSIONS:
         made = partial(PlainRecurrence, shapes[RECURRENT, 0], tuple(limits))
         plain: PlainRecurrence | PlainShort | None = FormTrial(small, shapes, _SIZE).find(made)
-        candidates = [] if plain is None else [plain]
+        candidates: Sequence[PlainRecurrence | PlainShort] = [] if plain is None else [plain]
     else:
         candidates = _short_forms(small, shapes[CONV, 0][0], sum(projections.values()))
     parts = [instead[id(part)] for part in projections]
@@ -234,5 +234,6 @@ def on_device(plain: PlainRecurrence, device: torch.device) -> tuple[Weights, Pl
 
 
 def _same(found: object, expected: object) -> bool:
-    tensors = isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
-    return tensors and found.shape == expected.shape and torch.equal(found, expected)  # type: ignore[union-attr, arg-type]
+    if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return False
+    return found.shape == expected.shape and torch.equal(found, expected)
