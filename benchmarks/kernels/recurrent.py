@@ -20,11 +20,11 @@ def recurrent(bench: Bench) -> None:
         assert isinstance(layer, Recurrence)
         state = layer.heads * layer.key * layer.value
         for count in (2,) if bench.smoke else (1, 16, 256):
-            if bench.wants(name := f"{kind}, {count} decodes"):
+            if bench.wants(name := f"recurrent {kind}, {count} decodes"):
                 call = _call(bench, layer, [1] * count)
                 bench.bytes(name, "pagewise", call, 8 * count * state, ">= 70%")
         tokens = 70 if bench.smoke else 8192
-        if bench.wants(name := f"{kind}, a prompt of {tokens}"):
+        if bench.wants(name := f"recurrent {kind}, a prompt of {tokens}"):
             # Of a token and head: the products with the state, and those within a chunk.
             done = tokens * layer.heads * (6 * layer.key * layer.value + 4 * CHUNK * (layer.key + layer.value))
             bench.flops(name, "pagewise", _call(bench, layer, [tokens]), done)
