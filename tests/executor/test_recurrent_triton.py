@@ -31,9 +31,9 @@ def test_chunks_among_decodes_and_snapshots(name: str, tmp_path: Path, device: t
     played.switch(1, base.num_computed)
     played.step()
     rows = [first, base, other]
-    for row, at in enumerate((2, 73), 3):
+    for number, at in enumerate((2, 73), 3):
         text = (base.tokens + base.sampled)[:at]
-        rows.append(played.join(row, text + family.prompt(3), shared=base, at=at))
+        rows.append(played.join(number, text + family.prompt(3), shared=base, at=at))
     played.step({3: 3, 4: 3})
     played.step()
     for row in rows:

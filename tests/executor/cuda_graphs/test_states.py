@@ -15,6 +15,7 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.recurrent import RecurrentContext
 from pagewise_executor.recurrent_plans import RecurrentPlans
 from pagewise_executor.state_tables import Piece
+from pagewise_executor.step_work import Draft
 
 from tests.executor.cuda_graphs.fake_captures import FakeCuda
 from tests.executor.cuda_graphs.recorded import TOKENS, build
@@ -69,6 +70,17 @@ def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, re
     run_requests(runner, requests, num_blocks=100, max_num_seqs=3, max_num_batched_tokens=TOKENS, arrive_every=3)
     assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
     assert recorded.replayed > 15
+
+
+def test_steps_with_drafts_run_without_graphs(tmp_path: Path, recorded: FakeCuda) -> None:
+    build_model("qwen3_5", tmp_path, seed=7)
+    runner = build(tmp_path, num_blocks=40)
+    graphs = runner._graphs
+    assert graphs is not None
+    graphs.mixed.runs = True
+    graphs.mixed._plans._states = SimpleNamespace(sequences=[])  # type: ignore[assignment, union-attr]
+    assert graphs.mixed.takes(SimpleNamespace(num_tokens=5, drafts=[]))  # type: ignore[arg-type]
+    assert not graphs.mixed.takes(SimpleNamespace(num_tokens=5, drafts=[Draft(0, 3, np.zeros(1, np.int32))]))  # type: ignore[arg-type]
 
 
 def test_a_step_with_many_switches_does_not_fit() -> None:
