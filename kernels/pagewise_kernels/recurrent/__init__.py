@@ -14,7 +14,10 @@ from pagewise_kernels.recurrent.layers import Recurrence, ShortConvolution
 from pagewise_kernels.recurrent.paged_states import CHUNK, FIELDS, BlockStates, ChunkPlan
 from pagewise_kernels.recurrent.step_kernel import step
 
-__all__ = ["CHUNK", "FIELDS", "BlockStates", "ChunkPlan", "Recurrence", "ShortConvolution", "convolve_short", "recur"]
+__all__ = [
+    "CHUNK", "FIELDS", "BlockStates", "ChunkPlan", "Recurrence", "ShortConvolution",
+    "advance", "convolve_short", "recur",
+]  # fmt: skip
 
 
 def recur(
@@ -28,6 +31,18 @@ def recur(
     Raises:
         ValueError: shapes or devices do not fit. TypeError: types do not fit.
     """
+    return gate_results(layer, advance(layer, projected, plan, conv, state), projected, plan)
+
+
+def advance(
+    layer: Recurrence, projected: torch.Tensor, plan: ChunkPlan, conv: BlockStates, state: BlockStates
+) -> torch.Tensor:
+    """Update the states of the sequences; return the results [tokens, heads · value] before their norm and gate, in
+    which rows of no sequence have any content.
+
+    Raises:
+        ValueError, TypeError: as ``recur``.
+    """
     _check(layer, projected, plan, conv)
     state.check(layer.heads * layer.key * layer.value)
     check_device(projected, state.values, state.tables, layer.rate)
@@ -36,7 +51,7 @@ def recur(
     step(layer, convolved, projected, plan, state, results)
     if plan.longer:
         compute_chunks(layer, convolved, projected, plan, state, results)
-    return gate_results(layer, results, projected, plan)
+    return results
 
 
 def convolve_short(

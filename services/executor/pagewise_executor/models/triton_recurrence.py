@@ -4,12 +4,20 @@ The form of a module is found by trial (``recurrence_trial.py``). What fits no f
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from pagewise_kernels.recurrent import BlockStates, ChunkPlan, Recurrence, ShortConvolution, convolve_short, recur
+from pagewise_kernels.recurrent import (
+    BlockStates,
+    ChunkPlan,
+    Recurrence,
+    ShortConvolution,
+    advance,
+    convolve_short,
+    recur,
+)
 from torch import nn
 
 from pagewise_executor.models.plain_recurrence import PlainRecurrence
@@ -69,13 +77,16 @@ class TritonRecurrence:
         plan = self._context.plan
         assert plan is not None
         assert self._drafted is not None
-        self._compute(self._drafted, plan)
+        # Tokens that no sequence keeps are in no chunk of the plan, so they have no results to gate.
+        self._compute(self._drafted, plan, advance)
         self._drafted = None
 
-    def _compute(self, projected: torch.Tensor, plan: ChunkPlan) -> torch.Tensor:
+    def _compute(
+        self, projected: torch.Tensor, plan: ChunkPlan, compute: Callable[..., torch.Tensor] = recur
+    ) -> torch.Tensor:
         if isinstance(self._kernels, ShortConvolution):
             return convolve_short(self._kernels, projected, plan, self._states[0])
-        return recur(self._kernels, projected, plan, self._states[0], self._states[1])
+        return compute(self._kernels, projected, plan, self._states[0], self._states[1])
 
 
 def kernels_of(plain: PlainRecurrence, device: torch.device) -> Recurrence | ShortConvolution:
