@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
-from pagewise_kernels.launch import launch
+from pagewise_kernels.launch import called_by_kernels, launch
 from pagewise_kernels.products import compute_options
 from pagewise_kernels.recurrent.layers import Recurrence
 from pagewise_kernels.recurrent.paged_states import CHUNK, FIELDS, BlockStates, ChunkPlan, matrix_at
@@ -37,7 +37,7 @@ def _rows(base, tokens, inside, columns, in_columns, SIZE: tl.constexpr):
     return tl.load(at, mask=inside[:, None] & in_columns[None, :], other=0.0)
 
 
-@triton.jit
+@called_by_kernels
 def _of_length_one(x):
     """Rows in float32, each over its length."""
     x = x.to(tl.float32)
