@@ -55,13 +55,17 @@ def test_what_is_evicted_early_is_not_taken_for_useless() -> None:
     assert roles.share(idle) < 0.05 < 0.5 < roles.share(short)
 
 
-def test_a_use_of_the_inside_counts_where_none_was_taken() -> None:
-    roles = RoleHistory()
-    inside = role(Place.INSIDE, 0, followed=True)
-    roles.kept(inside, 50.0)
-    few = roles.share(inside)
-    roles.used(inside)
-    assert roles.share(inside) > 2 * few
+def test_nothing_is_evicted_for_the_inside_of_a_prompt() -> None:
+    scheduler = create(1000, 1, (STATES,), budget=512, block_size=16, eviction="cost")
+    executor = executor_for(scheduler)
+    taken = [0]
+    for number in range(8):
+        scheduler.add(create_request(prompt=[10_000 * number + index for index in range(4000)]))
+        run(scheduler, executor)
+        taken.append(scheduler.kv.pool.counters.snapshots_taken)
+    assert taken[1] > 2
+    assert taken[-1] - taken[-2] <= 2, taken
+    check_arena(scheduler)
 
 
 def check_neighbours(pool: SnapshotPool) -> None:

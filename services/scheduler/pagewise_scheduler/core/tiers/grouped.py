@@ -71,7 +71,7 @@ class GroupedKVCacheManager(KVCacheManager):
         self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
     ) -> BlockPool:
         shape, self._arena = self.shape, Arena(self.shape.num_pages)
-        self._places = SnapshotPlaces(self.block_size, policy, self._arena)
+        self._places = SnapshotPlaces(self.block_size, policy)
         pool = SharedBlockPool(num_blocks, tree, policy, counters, below)
         pool.share(self._arena, shape.pages_per_block, self._forget_snapshots, self.can_begin)
         changed = self._windows_changed

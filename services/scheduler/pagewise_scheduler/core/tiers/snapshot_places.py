@@ -5,20 +5,17 @@ too far is worth nothing. The next prompt often changes the last tokens of a pro
 where the text was cut. So it is counted how many blocks before their ends prompts are left, and the snapshot is taken
 where it is worth the most.
 
-Inside of long prompts a snapshot saves something if another prompt leaves there. The price of memory decides how many
-there are: between two of them lie so many blocks that their seconds, times the share of uses inside of prompts, are
-worth the pages.
+Inside of long prompts a snapshot saves something if another prompt leaves there. That is so seldom that none is worth
+the pages of what would be evicted for it, so there are no more of them than the prompt leaves pages free for.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from math import inf
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
-from pagewise_scheduler.core.memory.eviction_roles import Place, role
+from pagewise_scheduler.core.memory.eviction_roles import Place
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
-from pagewise_scheduler.core.tiers.arena import Arena
 from pagewise_scheduler.core.tiers.snapshot import Snapshot
 from pagewise_scheduler.core.tiers.snapshots import SnapshotPool
 from pagewise_scheduler.core.tiers.windows import WindowGroup
@@ -32,10 +29,10 @@ _MOST_COUNTED = 512.0
 
 
 class SnapshotPlaces:
-    """Chooses places by what was seen of earlier prompts, and the price of a page in ``arena``."""
+    """Chooses places by what was seen of earlier prompts; inside of prompts, only if ``policy`` learns."""
 
-    def __init__(self, block_size: int, policy: EvictionPolicy, arena: Arena) -> None:
-        self._block_size, self._policy, self._arena = block_size, policy, arena
+    def __init__(self, block_size: int, policy: EvictionPolicy) -> None:
+        self._block_size, self._policy = block_size, policy
         self._least = -(-_LEAST_TOKENS // block_size)
         # By number of blocks: prompts that were left so many blocks before their end. At first, as if templates had
         # changed in four of eight.
@@ -56,7 +53,7 @@ class SnapshotPlaces:
         states = next((group for group in groups if not group.margin), None)
         place = Place.JUNCTION
         if states is not None:
-            place = self._observe(prefix.path, begin, junction, states)
+            place = self._observe(prefix.path, junction, states)
             end -= self._before_end(end - begin)
         places = dict[int, Place]()
         if begin and any(not one.blocks for one in prefix.windows):
@@ -65,8 +62,8 @@ class SnapshotPlaces:
             places[junction] = place
         if states is not None:
             first = max(begin, junction)
-            spacing = self._spacing(end, end - first, num_free, states.pages_per_block)
-            places |= dict.fromkeys(self._inside(first, end, spacing), Place.INSIDE)
+            most = num_free // states.pages_per_block if self._policy.learns else 0
+            places |= dict.fromkeys(self._inside(first, end, most), Place.INSIDE)
         if begin < end:
             places[end] = Place.PROMPT
         table.places, table.due = places, [*places]
@@ -79,28 +76,14 @@ class SnapshotPlaces:
         for depth in [one for one in near if table.places.get(one) == Place.INSIDE][: max(0, len(near) - room)]:
             table.due.remove(depth)
 
-    def _spacing(self, depth: int, num_blocks: int, num_free: int, num_pages: int) -> float:
-        """Blocks between snapshots inside of a prompt at which each is worth its ``num_pages`` pages.
-
-        ``depth``: of the prompt. ``num_blocks``: between its other snapshots. ``num_free``: free pages that it leaves.
-        """
-        if not self._policy.learns:
-            return inf
-        if (most := num_free // num_pages) > 0:
-            return num_blocks / (most + 1)
-        fresh = CachedBlock(None, b"", ())
-        fresh.block, fresh.depth, fresh.last_used = 0, depth, self._policy.tick()
-        saved = self._policy.value(fresh) * self._policy.roles.share(role(Place.INSIDE, 0, followed=True))
-        return self._arena.price * num_pages / saved
-
-    def _inside(self, first: int, last: int, spacing: float) -> list[int]:
-        """Places between two others, with at least so many blocks between them."""
-        number = int((last - first) / max(spacing, self._least)) - 1
+    def _inside(self, first: int, last: int, most: int) -> list[int]:
+        """At most so many places between two others."""
+        number = max(0, min(most, (last - first) // self._least - 1))
         return [first + (last - first) * index // (number + 1) for index in range(1, number + 1)]
 
-    def _observe(self, path: Sequence[CachedBlock], begin: int, junction: int, pool: SnapshotPool) -> Place:
+    def _observe(self, path: Sequence[CachedBlock], junction: int, pool: SnapshotPool) -> Place:
         """A prompt has ``junction`` blocks in common with earlier ones: count how far before its end it has left the
-        prompt that it follows, or that it has left one in its inside. It begins behind ``begin`` blocks."""
+        prompt that it follows. Returns whether that was near its end, or in its inside."""
         if not 0 < junction <= len(path):
             return Place.JUNCTION
         node = path[junction - 1]
@@ -111,8 +94,6 @@ class SnapshotPlaces:
         if followed is not None and (left := followed.node.depth + followed.tail - junction) < _MOST_LEFT:
             self._count(max(0, left))
             return Place.LEFT
-        if junction - begin >= self._least:
-            self._policy.roles.used(role(Place.INSIDE, 0, followed=True))  # it would have been
         return Place.JUNCTION
 
     def _count(self, left: int) -> None:
