@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import transformers
+from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
@@ -138,12 +139,12 @@ def pagewise(
     return Contender(compute, parts)
 
 
-def executor_settings(path: Path, kernels: str, most: int, num_blocks: int) -> ExecutorConfig:
+def executor_settings(path: Path, kernels: Kernels, most: int, num_blocks: int) -> ExecutorConfig:
     """Return the options of an executor in float32, with as many threads as PyTorch has here."""
     return ExecutorConfig(
         model=str(path), device="cpu", dtype="float32", kernels=kernels, num_blocks=num_blocks, block_size=BLOCK_SIZE,
         max_num_seqs=most, profile=False, threads=torch.get_num_threads(),
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def take_turns(

@@ -14,6 +14,8 @@ VOCAB_SIZE = 199
 
 EXPANDS_LATENTS = hasattr(DeepseekV3Attention, "expand_kv")
 """Whether models with multi-head latent attention (MLA) can be served, for which transformers 5.13 is too old."""
+GIVES_STATES = hasattr(transformers.DynamicCache, "get_conv_state")
+"""Whether models with recurrent layers can be served, for which transformers before 5.21 is too old."""
 
 _COMMON = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 _DECODER = _COMMON | {
@@ -348,6 +350,12 @@ def model_fixture(*families: Any, seed: int = 0, **more: object) -> Any:
     return path
 
 
+def need_states() -> None:
+    """Skip a test of recurrent layers where transformers is too old for them."""
+    if not GIVES_STATES:
+        pytest.skip(f"transformers {transformers.__version__} has no caches that give states by methods")
+
+
 def build_model(family: str, path: Path, seed: int = 0, **more: object) -> transformers.PreTrainedModel:
     """Save a model of ``family`` under ``path`` (weights large enough that attention decides what comes next).
 
@@ -360,6 +368,8 @@ def build_model(family: str, path: Path, seed: int = 0, **more: object) -> trans
         register_mistral4()
     if family in LATENTS and not EXPANDS_LATENTS:
         pytest.skip(f"transformers {transformers.__version__} has no method that expands latents")
+    if family in RECURRENT:
+        need_states()
     if (made := getattr(transformers, name, None)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no causal LM for {name}")
     config = made(**settings | more)

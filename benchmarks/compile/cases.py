@@ -35,6 +35,8 @@ from pagewise_kernels.segment_move import move_tokens
 from pagewise_kernels.silu_mul import silu_mul
 from pagewise_kernels.skinny_linear import MOST_ROUNDED_ROWS, skinny_linear
 
+from benchmarks.compile.recurrent_cases import recurrent_cases
+
 _META = torch.device("meta")
 CASES: dict[str, Callable[[], None]] = {}
 """By name; each calls public functions with tensors that hold no data."""
@@ -378,3 +380,4 @@ _add_latents()
 _add_specialised()
 _add_sweep()
 _add_others()
+CASES.update(recurrent_cases())

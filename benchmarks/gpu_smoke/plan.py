@@ -73,11 +73,12 @@ PARTS: dict[int, tuple[Step, ...]] = {
     ),
     4: (_engine("qwen3-0.6b", 90, "--also-apart"), _kernels("layer", 55), _kernels("linear", 60)),
     5: (
-        _kernels("shared", 60),
-        _kernels("sweep", 60),
-        _kernels("inputs", 35),
-        _kernels("elementwise", 35),
-        _kernels("sampling", 35),
+        _kernels("shared", 45),
+        _kernels("sweep", 45),
+        _kernels("recurrent", 35),
+        _kernels("inputs", 30),
+        _kernels("elementwise", 30),
+        _kernels("sampling", 30),
     ),
 }
 """The steps of each part, the most telling first: tests, whole models, then single kernels."""

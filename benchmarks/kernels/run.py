@@ -20,6 +20,7 @@ from benchmarks.kernels.elementwise import elementwise, inputs, linears
 from benchmarks.kernels.experts import experts
 from benchmarks.kernels.few_rows import few_rows
 from benchmarks.kernels.layer import layer
+from benchmarks.kernels.recurrent import recurrent
 from benchmarks.kernels.sampling import sampling
 from benchmarks.record import record_file, write_record
 
@@ -28,6 +29,7 @@ def groups() -> Iterator[tuple[str, Callable[[Bench], None]]]:
     yield from (("decode", decode), ("shared", shared), ("prefill", prefill), ("sweep", sweep))
     yield from (("elementwise", elementwise), ("linear", linears), ("inputs", inputs), ("sampling", sampling))
     yield from (("linear-of-few-rows", few_rows), ("experts", experts), ("layer", layer))
+    yield "recurrent", recurrent
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from tests.kernels.bars import BARS, MOST_RELOADED, MOST_SPILLED, MOST_SPILLED_S
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 SHARED_BYTES_OF_ALL = {80: 164 * 1024, 90: 228 * 1024}
 """Of the programs of a multiprocessor together, each of which takes 1 KiB more than its own."""
-NUM_KERNELS = 31
+NUM_KERNELS = 37
 VERSION = triton.__version__.rpartition(".")[0]
 EXPONENTIALS = 66
 """Of each thread of prefill by specialised warps, for a tile: 64 weights, and two for the sums of its rows so far."""
@@ -31,7 +31,7 @@ WEIGHTS_OF_COLUMN = {
 NEVER_EARLY = {"copy_blocks_kernel", "move_blocks_kernel", "move_tokens_kernel", "specialised_prefill_kernel"}
 """Kernels that begin when all before them have ended: steps do not launch them between others, or for milliseconds."""
 VARIANTS = (
-    *("fp16", "d128 fp32", "d64", "d80", "d96", "d256", "d512", "lora r64", "lora r256"),
+    *("fp16", "decode fp32", "d128 fp32", "d64", "d80", "d96", "d256", "d512", "lora r64", "lora r256"),
     *("tile", "gemma", "llama-4", "phi-3", "falcon", "window", "short", "20 heads", "latents of 256", "512 fp32"),
 )
 """In the names of cases that ``make test-long`` compiles: every kernel has cases that are called otherwise."""

@@ -1,7 +1,7 @@
 """The forward pass of steps: the model over a flat batch, with the attention and the sampling of its kernels."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.models.cpu_recurrence import find_recurrences
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.long_rope import rope_positions
-from pagewise_executor.models.recurrent import RecurrentContext, StateBatch, page_states
+from pagewise_executor.models.recurrent import PagedRecurrence, RecurrentContext, StateBatch, page_states
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
@@ -29,6 +29,8 @@ from pagewise_executor.uploads import Array, Uploads
 if TYPE_CHECKING:
     from pagewise_executor.attention.prefill_libraries import PrefillLibrary
     from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs, StepGraphs
+    from pagewise_executor.models.triton_recurrence import TritonRecurrence
+    from pagewise_executor.recurrent_plans import RecurrentPlans
 
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ class ForwardPass:
     """Runs a model over the KV pool, with the adapters of rows.
 
     ``last_tokens`` int64 [num_rows + 1]: the token that each row sampled last. ``graphs``: run some of the steps with
-    chunks. ``attention``: reads and writes the KV pool through the block tables of the input batch.
+    chunks. ``plans``: of recurrent layers by the Triton kernels. ``gathers_states``: other recurrent layers gather and
+    scatter their states. ``attention``: reads and writes the KV pool through the block tables of the input batch.
     """
 
     def __init__(
@@ -56,9 +59,24 @@ class ForwardPass:
         self._places = [loaded.kv_layers.index(source) for source in loaded.sources] or range(len(loaded.layers))
         self.forward_context = ForwardContext()
         self._upload, self._rope_lengths = Uploads(loaded.device), loaded.rope.lengths
-        self._recurrent_context = RecurrentContext()
+        self.recurrent_context = RecurrentContext()
+        self.plans: RecurrentPlans | None = None
+        self._recurrent, self.gathers_states = self._replace_recurrent(loaded)
+
+    def _replace_recurrent(self, loaded: LoadedModel) -> tuple[list["PagedRecurrence | TritonRecurrence"], bool]:
+        """Return what replaces the forward passes of recurrent modules, in order, and whether modules are computed
+        whose states are gathered and scattered."""
+        flat: Mapping[str, TritonRecurrence] = {}
+        if loaded.kernels == "triton" and loaded.recurrent:
+            from pagewise_executor.models.triton_recurrence import find_kernels
+
+            flat = find_kernels(loaded.model, loaded.recurrent, self.recurrent_context, loaded.device)
+            for name, one in flat.items():
+                loaded.model.get_submodule(name).forward = one
         operations = find_recurrences(loaded.model, loaded.recurrent) if loaded.kernels == "cpu" else {}
-        self._recurrent = page_states(loaded.model, loaded.recurrent, self._recurrent_context, operations)
+        others = [layer for layer in loaded.recurrent if layer.name not in flat]
+        paged = iter(page_states(loaded.model, others, self.recurrent_context, operations))
+        return [flat.get(layer.name) or next(paged) for layer in loaded.recurrent], bool(others)
 
     def attach(self, pool: KVPool) -> None:
         """Use the K and V of ``pool`` from now on."""
@@ -76,6 +94,8 @@ class ForwardPass:
             written.add(place)
             module.paged_layer = paged  # type: ignore[assignment]
         start = 0
+        if self.plans is not None:
+            self.plans.attach(pool.regions[0][0])
         for recurrence in self._recurrent:
             start = recurrence.attach(pool.regions[0][0], start)
 
@@ -84,12 +104,17 @@ class ForwardPass:
         del self._pool
         for module in self._layers:
             del module.paged_layer
+        for recurrence in self._recurrent:
+            recurrence.detach()
         self.attention.free()
 
     def reset(self, batch: InputBatch) -> None:
         """Use the empty ``batch`` from now on."""
         self._batch = batch
         self.attention.reset(batch, self._pool)
+        if self.plans is not None:
+            assert isinstance(batch, GroupedBatch)
+            self.plans.reset(batch)
 
     def compute(
         self, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
@@ -108,9 +133,9 @@ class ForwardPass:
             return self.graphs.run(self._batch, work, kept, also)
         self.forward_context.step = self.attention.prepare(work)
         if self._recurrent:
-            self._recurrent_context.batches = self._state_batches()
+            self._plan_recurrent()
             first, size = len(work.decoding), sum(chunk.size for chunk in work.drafted)
-            self._recurrent_context.drafted = slice(first, first + size)
+            self.recurrent_context.drafted = slice(first, first + size)
         if self._adapters is not None:
             self._adapters.slots.begin(self._batch.adapters[rows])
         decoding, tokens, positions_there, wanted, *there = self._upload.together(
@@ -119,6 +144,13 @@ class ForwardPass:
         last = self._last_tokens[decoding]
         ids = torch.cat([last, tokens]) if work.chunks else last
         return self.forward(ids, positions_there, wanted), tuple(there)
+
+    def _plan_recurrent(self) -> None:
+        """Give the plan and the batches of the step to recurrent layers."""
+        if self.plans is not None:
+            self.plans.begin()
+        if self.gathers_states:
+            self.recurrent_context.batches = self._state_batches()
 
     def _state_batches(self) -> list[StateBatch]:
         """Return the batches of the step for recurrent layers, on the device."""
@@ -131,9 +163,10 @@ class ForwardPass:
 
     def settle(self) -> None:
         """Update the states of rows by the tokens that they keep of a step with drafts, which the batch has counted."""
-        batches = self._state_batches() if self._recurrent else ()
+        if self._recurrent:
+            self._plan_recurrent()
         for recurrence in self._recurrent:
-            recurrence.settle(batches)
+            recurrence.settle(self.recurrent_context.batches)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
         """Run the model on a flat batch of ids and positions [tokens], with the attention of ``forward_context``.
@@ -209,7 +242,7 @@ def triton_compute(
     from pagewise_executor.attention.device_tables import table_shapes
     from pagewise_executor.attention.triton_attention import TritonBackend
     from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
-    from pagewise_executor.cuda_graphs.mixed_graphs import MixedGraphs, ModelBody, StepGraphs
+    from pagewise_executor.cuda_graphs.mixed_graphs import LARGEST, MixedGraphs, ModelBody, StepGraphs
 
     device, rows = loaded.device, config.max_num_seqs
     longest, size = loaded.max_model_len, config.block_size
@@ -222,9 +255,21 @@ def triton_compute(
     slots = adapters.slots if adapters is not None else None
     assert slots is None or isinstance(slots, TritonSlots)
     forward, context = forward_pass.forward, forward_pass.forward_context
-    decodes = DecodeGraphs(forward, context, backend, token_sampler, last_tokens, slots)
-    forward_pass.graphs = mixed = MixedGraphs(
-        ModelBody(loaded.model), forward, context, backend, last_tokens, config.max_num_batched_tokens, slots
-    )
     penalties = TritonPenalties(rows, loaded.vocab_size, device)
+    if loaded.recurrent:
+        from pagewise_executor.recurrent_plans import RecurrentPlans
+
+        state_bytes = sum(layer.num_bytes for layer in loaded.recurrent)
+        most = min(config.max_num_batched_tokens, LARGEST)
+        forward_pass.plans = RecurrentPlans(forward_pass.recurrent_context, state_bytes, rows, most, device)
+    if forward_pass.gathers_states:
+        log.warning("steps run without CUDA graphs, slower: PyTorch computes recurrent layers")
+        return StepCompute(forward_pass, token_sampler, penalties, token_logprobs)
+    if forward_pass.plans is not None:
+        log.info("steps with drafts run without CUDA graphs: recurrent layers keep their inputs")
+    decodes = DecodeGraphs(forward, context, backend, token_sampler, last_tokens, slots, forward_pass.plans)
+    forward_pass.graphs = mixed = MixedGraphs(
+        ModelBody(loaded.model), forward, context, backend, last_tokens, config.max_num_batched_tokens, slots,
+        forward_pass.plans,
+    )  # fmt: skip
     return StepCompute(forward_pass, token_sampler, penalties, token_logprobs, StepGraphs(decodes, mixed))

@@ -62,8 +62,8 @@ class GroupedBatch(InputBatch):
     Of each group but one of states, which has no slots and no tables: ``tables`` [slots, num_rows, max_blocks] int32
     have the pages of its blocks, ``ends`` [num_rows] the numbers of valid entries, ``changed`` the stretches that are
     new in this step, and ``spans`` the most entries from the first one that a query of the step sees to the end of its
-    table, 0 in the first group. ``state_batches``: of the step, if there is a group of states; when a step with drafts
-    is counted, those of the tokens that its rows keep.
+    table, 0 in the first group. ``states``, and ``state_batches`` of the step: if there is a group of states; when a
+    step with drafts is counted, those of the tokens that its rows keep.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -85,9 +85,9 @@ class GroupedBatch(InputBatch):
         self._windows = [
             WindowTables(number, group, num_rows, self.block_size) for number, group in enumerate(attending[1:], 1)
         ]
-        self._states: StateTables | None = None
+        self.states: StateTables | None = None
         if (last := len(attending)) < len(groups):
-            self._states = StateTables(last, num_rows, self._on_device)
+            self.states = StateTables(last, num_rows, self._on_device)
         self.state_batches: list[SequenceBatch] = []
         self.slots = [SlotBatch(self, number, table) for number, tables in enumerate(self.tables) for table in tables]
         self.ends = [self.num_blocks, *(window.ends for window in self._windows)]
@@ -123,8 +123,8 @@ class GroupedBatch(InputBatch):
         self._flat, self.changed, self._overwritten = None, [[] for _ in self.tables], []
         for added in self._added:
             added.clear()
-        if self._states is not None:
-            self._states.begin_plan()
+        if self.states is not None:
+            self.states.begin_plan()
         work = super().apply(plan)
         self._extend_windows(int32s(plan.windows))
         self._added[0] += ((row, start, self.block_tables[row, start:stop]) for row, start, stop in work.changed_tables)
@@ -136,10 +136,10 @@ class GroupedBatch(InputBatch):
             window.check(rows, seen, stops)
             self.spans[window.number] = int((window.ends[rows] - seen).max(initial=0))
             self._pass(window, rows, seen)
-        if self._states is not None:
+        if self.states is not None:
             self._switch_states(int32s(plan.states))
-            self._overwritten.append(self._states.map().ravel())
-            self.state_batches = self._states.cut(rows, starts, stops, [draft.row for draft in work.drafts])
+            self._overwritten.append(self.states.map().ravel())
+            self.state_batches = self.states.cut(rows, starts, stops, [draft.row for draft in work.drafts])
         return work
 
     def remove(self, row: int) -> None:
@@ -149,8 +149,8 @@ class GroupedBatch(InputBatch):
             InvalidPlanError: the row holds none.
         """
         if row in self.sequences:
-            if self._states is not None:
-                self._note(self._states.leave(row, int(self.num_computed[row])))
+            if self.states is not None:
+                self._note(self.states.leave(row, int(self.num_computed[row])))
             if self._labels is not None:
                 self._label(row)
                 self._labels.left(row)
@@ -174,24 +174,24 @@ class GroupedBatch(InputBatch):
         """Count the tokens of an issued step as ``InputBatch`` does."""
         self._flat = None
         super().advance(work)
-        if self._states is not None:
+        if self.states is not None:
             if work.drafts:
-                self.state_batches = self._states.settle(work.drafts)
-            self._note(self._states.snapshots)
+                self.state_batches = self.states.settle(work.drafts)
+            self._note(self.states.snapshots)
 
     def _note(self, snapshots: Iterable[StateSnapshot]) -> None:
         """Note the pages of states that stay as they are behind the last token of a block."""
-        if self._labels is None or self._states is None:
+        if self._labels is None or self.states is None:
             return
         for row, num_tokens, block in snapshots:
             if num_tokens % self.block_size == 0:
                 rows, indices = np.array([row]), np.array([num_tokens // self.block_size - 1])
-                self._labels.note(rows, self._first_slots[-1], indices, self._states.pages_of([block]).T)
+                self._labels.note(rows, self._first_slots[-1], indices, self.states.pages_of([block]).T)
 
     def _check_groups(self, plan: StepPlan) -> None:
         if plan.moves:
             raise InvalidPlanError("segments are not moved in a model with several groups of layers")
-        if self._states is None and plan.states:
+        if self.states is None and plan.states:
             raise InvalidPlanError("the plan has blocks of states, but the model has no recurrent layers")
         wanted = len(self.groups) - 1
         for new in plan.joined:
@@ -200,9 +200,9 @@ class GroupedBatch(InputBatch):
 
     def _join(self, new: NewSequence, sampling: SamplingParams) -> int:
         row = super()._join(new, sampling)
-        if self._states is not None:
+        if self.states is not None:
             num_tokens, packed = new.windows[-1]
-            self._states.join(row, num_tokens, int32s(packed))
+            self.states.join(row, num_tokens, int32s(packed))
         for window, (first, packed) in zip(self._windows, new.windows, strict=False):
             blocks, most = int32s(packed), self.block_tables.shape[1]
             if not 0 <= first <= first + len(blocks) <= most:
@@ -234,11 +234,11 @@ class GroupedBatch(InputBatch):
     def _switch_states(self, quadruples: Int32s) -> None:
         if len(quadruples) % 4:
             raise InvalidPlanError("switches of states come in quadruples of row, group, number of tokens and block")
-        assert self._states is not None
+        assert self.states is not None
         for row, group, num_tokens, block in quadruples.reshape(-1, 4).tolist():
-            if row not in self.sequences or group != self._states.number:
+            if row not in self.sequences or group != self.states.number:
                 raise InvalidPlanError(f"row {row} switches its states of group {group}, which it does not have")
-            self._states.switch(row, num_tokens, block)
+            self.states.switch(row, num_tokens, block)
 
     def _check_ids(self, group: int, row: int, blocks: Int32s) -> None:
         size = self._sizes[group][DEVICE]

@@ -43,8 +43,9 @@ class StateSnapshot(NamedTuple):
     block: int
 
 
-class _Piece(NamedTuple):
-    """Tokens of a row from index ``offset`` of the flat batch on, between two switches."""
+class Piece(NamedTuple):
+    """Tokens of a row from index ``offset`` of the flat batch on, between two switches, with its blocks of states.
+    ``read``: -1 if the row begins; ``written``: -1 if it verifies a draft."""
 
     offset: int
     read: int
@@ -61,7 +62,8 @@ class _Kind(NamedTuple):
 
 
 class StateTables:
-    """The blocks of the group ``number``, of states, by row. ``snapshots``: those that the step leaves."""
+    """The blocks of the group ``number``, of states, by row. ``snapshots``: those that the step leaves. ``sequences``:
+    the pieces of each row that the step computes or settles, with their numbers of tokens, in their order."""
 
     def __init__(self, number: int, num_rows: int, pages: PageMap) -> None:
         self.number, self._pages = number, pages
@@ -70,6 +72,8 @@ class StateTables:
         self._switched: list[int] = []
         self.snapshots: list[StateSnapshot] = []
         self._new: list[int] = []
+        self._named: list[int] = []
+        self.sequences: list[list[tuple[int, Piece]]] = []
 
     def begin_plan(self) -> None:
         """Forget what the step before did."""
@@ -86,6 +90,7 @@ class StateTables:
         self._check(row, blocks)
         self._current[row], self._switches[row] = blocks[0], [(num_tokens, int(one)) for one in blocks[1:]]
         self._new.append(int(blocks[-1]))
+        self._named += blocks.tolist()
 
     def switch(self, row: int, num_tokens: int, block: int) -> None:
         """Note that the states behind ``num_tokens`` tokens stay, and that later ones are written to ``block``.
@@ -97,6 +102,12 @@ class StateTables:
         self._switches[row].append((num_tokens, block))
         self._switched.append(row)
         self._new.append(block)
+        self._named.append(block)
+
+    def take_named(self) -> Int64s:
+        """Return the blocks that rows got since the last call."""
+        named, self._named = self._named, []
+        return np.unique(np.array(named, np.int64))
 
     def map(self) -> Int32s:
         """Give pages to the blocks that rows write from this plan on; return them [n, pages per block].
@@ -112,7 +123,7 @@ class StateTables:
         self._current[row] = _NONE
         return [StateSnapshot(row, num_computed, block)] if num_computed and not switches else []
 
-    def pages_of(self, blocks: Sequence[int]) -> Int32s:
+    def pages_of(self, blocks: Sequence[int] | Int64s) -> Int32s:
         """Return the pages of blocks [n, pages per block]."""
         return self._pages.pages(self.number, np.array(blocks, np.int32))
 
@@ -125,11 +136,12 @@ class StateTables:
         Raises:
             InvalidPlanError: a row switches at tokens that it does not compute, or a block has no pages.
         """
-        found: dict[_Kind, list[_Piece]] = {}
-        offset = 0
+        found: dict[_Kind, list[Piece]] = {}
+        self.sequences, offset = [], 0
         for row, start, stop in zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True):
             if row in drafts:
-                piece = _Piece(offset, int(self._current[row]), _NONE)
+                piece = Piece(offset, int(self._current[row]), _NONE)
+                self.sequences.append([(stop - start, piece)])
                 found.setdefault(_Kind(0, stop - start, verifies=True), []).append(piece)
             else:
                 self._add_pieces(found, row, start, stop, offset)
@@ -146,21 +158,22 @@ class StateTables:
 
         Indices of tokens begin at the first token of the first draft.
         """
-        found: dict[_Kind, list[_Piece]] = {}
-        offset = 0
+        found: dict[_Kind, list[Piece]] = {}
+        self.sequences, offset = [], 0
         for draft in drafts:
             self._add_pieces(found, draft.row, draft.start, draft.start + 1 + draft.num_accepted, offset)
             offset += 1 + len(draft.tokens)
         return self._batches(found)
 
-    def _add_pieces(self, found: dict[_Kind, list[_Piece]], row: int, start: int, stop: int, offset: int) -> None:
-        for turn, (size, piece) in enumerate(self._pieces(row, start, stop, offset)):
+    def _add_pieces(self, found: dict[_Kind, list[Piece]], row: int, start: int, stop: int, offset: int) -> None:
+        self.sequences.append(list(self._pieces(row, start, stop, offset)))
+        for turn, (size, piece) in enumerate(self.sequences[-1]):
             found.setdefault(_Kind(turn, size, begins=piece.read == _NONE), []).append(piece)
 
-    def _batches(self, found: Mapping[_Kind, Sequence[_Piece]]) -> list[SequenceBatch]:
+    def _batches(self, found: Mapping[_Kind, Sequence[Piece]]) -> list[SequenceBatch]:
         return [self._batch(kind, found[kind]) for kind in sorted(found)]
 
-    def _pieces(self, row: int, start: int, stop: int, offset: int) -> Iterable[tuple[int, _Piece]]:
+    def _pieces(self, row: int, start: int, stop: int, offset: int) -> Iterable[tuple[int, Piece]]:
         """Yield the pieces of a row, each with its number of tokens. The last switch is done afterwards."""
         current, switches = int(self._current[row]), self._switches[row]
         read, at, last = current if start else _NONE, start, _NONE
@@ -169,15 +182,15 @@ class StateTables:
             if num_tokens < start or num_tokens <= last:
                 raise InvalidPlanError(f"row {row} switches at {num_tokens} tokens, which it has passed")
             if num_tokens > at:
-                yield num_tokens - at, _Piece(offset + at - start, read, current)
+                yield num_tokens - at, Piece(offset + at - start, read, current)
                 read, at = current, num_tokens
             if num_tokens:
                 self.snapshots.append(StateSnapshot(row, num_tokens, current))
             current, last = block, num_tokens
         self._current[row] = current
-        yield stop - at, _Piece(offset + at - start, read, current)
+        yield stop - at, Piece(offset + at - start, read, current)
 
-    def _batch(self, kind: _Kind, pieces: Sequence[_Piece]) -> SequenceBatch:
+    def _batch(self, kind: _Kind, pieces: Sequence[Piece]) -> SequenceBatch:
         tokens = np.array([piece.offset for piece in pieces], np.int64)[:, None] + np.arange(kind.size)
         read = None if kind.begins else self.pages_of([piece.read for piece in pieces])
         written = None if kind.verifies else self.pages_of([piece.written for piece in pieces])

@@ -24,31 +24,12 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import Welcome
 
 from tests.executor.cuda_graphs.fake_captures import FakeCuda
+from tests.executor.cuda_graphs.recorded import BLOCK, TOKENS, build
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference
 from tests.model_builders import EAGER, VOCAB_SIZE, build_model
 
 pytestmark = pytest.mark.interpreted
-
-BLOCK = 4
-TOKENS = 16
-"""Of a step at most, so that all steps run by graphs."""
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda(records=True)
-    fake.put_in_place(monkeypatch)
-    # A GPU's results are copied to the host, and the next replay may overwrite them; on the CPU they are the same.
-    monkeypatch.setattr(model_runner, "to_host", torch.clone)
-    return fake
-
-
-def build(path: Path, **options: object) -> ModelRunner:
-    settings = {"block_size": BLOCK, "num_blocks": 60, "max_num_seqs": 3, "max_num_batched_tokens": TOKENS} | options
-    return ModelRunner(
-        ExecutorConfig(model=str(path), device="cpu", kernels="triton", profile=False, **settings)  # type: ignore[arg-type]
-    )
 
 
 def poison(runner: ModelRunner) -> None:
@@ -81,7 +62,7 @@ def poison(runner: ModelRunner) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", pytest.param("llama4", marks=pytest.mark.long)])
-def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, cuda: FakeCuda) -> None:
+def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, recorded: FakeCuda) -> None:
     """Requests come and go, with prefix hits and chunks, and with contexts that are longer than tables of windows.
 
     Attention chunks begin with a tile, so those of Llama 4 are longer here.
@@ -104,18 +85,18 @@ def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, cu
     windowed = graphs.decodes._backend.tables.groups[1]
     assert windowed.ring
     assert windowed.on_device.shape[2] * BLOCK < len(prompts[0])
-    cuda.before_replay = lambda: poison(runner)
+    recorded.before_replay = lambda: poison(runner)
     requests = [
         request(prompt, length, f"r{number}")
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     run_requests(runner, requests, num_blocks=21, max_num_seqs=3, max_num_batched_tokens=TOKENS, arrive_every=3)
     assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
-    assert cuda.replayed > 20
+    assert recorded.replayed > 20
 
 
 def test_a_start_measures_captures_and_warms_up(
-    tmp_path: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recorded: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pool with room for two steps, of which a block of all layers takes four pages."""
     build_model("olmo3", tmp_path)
@@ -141,7 +122,7 @@ def test_a_start_measures_captures_and_warms_up(
     runner._size_pool(config, loaded, torch.float32)
     runner._capture(graphs, config)
     assert not runner.info.fallback
-    assert len(cuda.captures) == graphs.num_graphs
+    assert len(recorded.captures) == graphs.num_graphs
     sizes: list[list[int]] = []
     execute = runner.execute
     monkeypatch.setattr(

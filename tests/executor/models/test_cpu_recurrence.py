@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from pagewise_executor.models.cpu_recurrence import CpuRecurrence, find_recurrences
 from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.recurrent import (
@@ -15,29 +14,15 @@ from pagewise_executor.models.recurrent import (
     RecurrentLayer,
     StateBatch,
 )
-from pagewise_executor.models.trial import try_without_weights
-from torch import nn
 
 from tests.cpu_kernels import need_cpu_kernels
-from tests.model_builders import RECURRENT, build_model
+from tests.executor.models.recurrent_models import Squared, recurrent_model
+from tests.model_builders import RECURRENT
 
 
 @pytest.fixture(autouse=True)
 def _kernels() -> None:
     need_cpu_kernels()
-
-
-def recurrent_model(
-    family: str, path: Path, dtype: torch.dtype = torch.float32, **settings: object
-) -> tuple[Any, list[RecurrentLayer]]:
-    build_model(family, path, seed=5, **settings)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("A_log", "dt_bias", ".D", "conv1d.bias", "norm.weight")):
-                parameter.add_(torch.randn_like(parameter) / 2)
-    return model, list(try_without_weights(str(path), model.config, dtype, trust_remote_code=False).recurrent)
 
 
 class Steps:
@@ -159,14 +144,3 @@ def test_scaled_projections_are_computed(tmp_path: Path) -> None:
         computed = steps.compute(found[layers[0].name], module, sizes, torch.float32)
         for one, other in zip(expected, computed, strict=True):
             torch.testing.assert_close(other, one, atol=5e-5, rtol=5e-4)
-
-
-class Squared(nn.Module):
-    """A norm of a gate that is squared."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.weight = norm, norm.weight
-
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return self.norm(x, gate.square())  # type: ignore[no-any-return]

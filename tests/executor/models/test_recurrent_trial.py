@@ -9,10 +9,10 @@ from pagewise_executor.models.recurrent import CONV, RECURRENT, State
 from pagewise_executor.models.trial import try_without_weights
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, Cache, PreTrainedConfig, __version__
 
 from tests.every_causal_lm import tiny_config
-from tests.model_builders import build_model
+from tests.model_builders import build_model, need_states
 
 
 def tried(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, tuple[State, ...]]]:
@@ -41,13 +41,19 @@ def test_states_are_found_by_what_modules_do(tmp_path: Path) -> None:
     ],
 )
 def test_states_that_cannot_be_kept_are_refused(kind: str, why: str) -> None:
+    need_states()
     with pytest.raises(ModelError, match=rf"\(model_type {kind}\).*{why}"):
         tried(tiny_config(kind))
 
 
-@pytest.mark.parametrize("option", [{"kv_mapping": "mmu"}, {"kernels": "triton"}])
-def test_options_that_need_other_layers_are_refused(option: dict[str, str], tmp_path: Path) -> None:
+def test_the_version_of_transformers_that_recurrent_layers_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Cache, "get_conv_state", raising=False)
+    why = rf"has recurrent layers, which are served from transformers 5\.21 on, and {__version__} is installed"
+    with pytest.raises(ModelError, match=rf"\(model_type jamba\) {why}"):
+        tried(tiny_config("jamba"))
+
+
+def test_page_tables_in_hardware_are_refused(tmp_path: Path) -> None:
     build_model("lfm2", tmp_path)
-    ((name, value),) = option.items()
-    with pytest.raises(ModelError, match=f"--{name.replace('_', '-')} {value}: .* has recurrent layers"):
-        load_model(ExecutorConfig(model=str(tmp_path), device="cpu", **option))  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"--kv-mapping mmu: .* has recurrent layers"):
+        load_model(ExecutorConfig(model=str(tmp_path), device="cpu", kv_mapping="mmu"))

@@ -108,6 +108,24 @@ def test_ranks_verify_drafts(tmp_path: Path) -> None:
     assert 5 < drafts.num_accepted_tokens < drafts.num_draft_tokens - 5
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("family", "settings"), [("qwen3_next", {}), SHARED[0]])
+def test_triton_kernels_of_ranks(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """PyTorch computes modules with a norm over the heads of both. With drafts."""
+    build_model(family, tmp_path, seed=7, **settings)
+    ngram = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
+
+    def asked() -> list[Request]:
+        return [request([9, *[5, 6, 7] * 3][:length], 8, f"of {length}", allowed=(5, 6, 7)) for length in (10, 7)]
+
+    run_requests(ModelRunner(config_of(tmp_path, 1)), alone := asked())
+    with group_of(tmp_path, 2, kernels="triton") as group:
+        scheduler, _ = run_requests(group, found := asked(), speculative=ngram)
+    tokens = [[one.sequences[0].output_token_ids.tolist() for one in requests] for requests in (alone, found)]
+    assert tokens[0] == tokens[1]
+    assert scheduler.features.drafts.num_draft_tokens > 0
+
+
 def test_each_rank_keeps_the_states_of_its_heads(tmp_path: Path) -> None:
     build_model("qwen3_next", tmp_path)
     config = config_of(tmp_path, 1, kernels="torch")

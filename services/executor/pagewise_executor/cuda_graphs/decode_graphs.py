@@ -19,6 +19,7 @@ from pagewise_executor.attention.backend import ForwardContext
 from pagewise_executor.attention.triton_attention import TritonBackend
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, sizes_up_to
+from pagewise_executor.recurrent_plans import RecurrentPlans
 from pagewise_executor.sampling.token_sampler import TritonTokenSampler
 from pagewise_executor.step_work import Int64s
 from pagewise_executor.uploads import Uploads
@@ -38,7 +39,7 @@ class DecodeGraphs(GraphedSteps):
     """Runs decode steps of up to ``num_rows`` sequences from static buffers.
 
     ``last_tokens`` int64 [num_rows + 1]: the token that was sampled last for each row; the last entry belongs to the
-    queries that pad a batch. ``adapters``: the adapters of the rows, if there are any.
+    queries that pad a batch. ``adapters``: the adapters of the rows, if there are any. ``plans``: of recurrent layers.
     """
 
     name = "decode steps"
@@ -46,14 +47,14 @@ class DecodeGraphs(GraphedSteps):
     def __init__(
         self, forward: Forward, forward_context: ForwardContext, backend: TritonBackend,
         token_sampler: TritonTokenSampler, last_tokens: torch.Tensor,
-        adapters: TritonSlots | None = None,
+        adapters: TritonSlots | None = None, plans: RecurrentPlans | None = None,
     ) -> None:  # fmt: skip
         device, num_rows = last_tokens.device, len(last_tokens) - 1
         super().__init__(sizes_up_to(min(num_rows, _LARGEST), LADDER), adapters)
         self._forward, self._forward_context = forward, forward_context
         self._backend, self._token_sampler = backend, token_sampler
         self._last_tokens = last_tokens
-        self._padding = num_rows
+        self._padding, self._plans = num_rows, plans
         self._upload = Uploads(device)
         self._inputs = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
         self._rows, self._lengths = self._inputs
@@ -68,6 +69,8 @@ class DecodeGraphs(GraphedSteps):
         """Fill the inputs of a step with padding."""
         self._rows[:size] = self._padding
         self._lengths[:size] = 0
+        if self._plans is not None:
+            self._plans.clear()
 
     def capture(self, pool: object, ranks: Ranks) -> object:
         """Allocate the results, and capture the graphs: see ``GraphedSteps``."""
@@ -123,6 +126,8 @@ class DecodeGraphs(GraphedSteps):
         tables.change(changes)
         self._inputs[:, :size].copy_(inputs)
         self._token_sampler.parameters()  # uploads the parameters of new sequences, outside of the graph
+        if self._plans is not None:
+            self._plans.begin_static(size, longer=False)
         uses = self.adapters is not None and self.adapters.begin_static(adapters, size)
         if (graph := self.graphs.get((size, uses))) is not None and self._logits is not None:
             graph.replay()
@@ -136,6 +141,8 @@ class DecodeGraphs(GraphedSteps):
         ids, positions = self._ids[:size], self._positions[:size]
         self._backend.fill_inputs(rows, lengths, self._last_tokens, ids, positions, slots)
         self._forward_context.step = self._backend.decode_step(slots, lengths, rows)
+        if self._plans is not None:
+            self._plans.use_static(size, longer=False)
         logits = self._forward(ids, positions)
         tokens = sample(logits, self._token_sampler.parameters(), rows, positions + 1)
         self._last_tokens.index_copy_(0, rows.long(), tokens)

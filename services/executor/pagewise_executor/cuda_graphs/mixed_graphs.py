@@ -25,6 +25,7 @@ from pagewise_executor.collectives import Ranks
 from pagewise_executor.cuda_graphs.decode_graphs import DecodeGraphs
 from pagewise_executor.cuda_graphs.graphed_steps import GraphedSteps, capture_graphs, sizes_up_to
 from pagewise_executor.input_batch import InputBatch
+from pagewise_executor.recurrent_plans import RecurrentPlans
 from pagewise_executor.step_work import Int32s, Int64s, StepWork
 from pagewise_executor.uploads import Array, Uploads
 
@@ -100,8 +101,8 @@ class _Size(NamedTuple):
 class MixedGraphs(GraphedSteps):
     """Runs steps of up to ``most_tokens`` tokens, at most LARGEST, from static buffers.
 
-    ``body`` and ``head``: of the model. ``last_tokens``, ``adapters``: see ``DecodeGraphs``. ``runs``: whether steps
-    run like this, by graphs or directly; it is true once their graphs have been captured.
+    ``body`` and ``head``: of the model. ``last_tokens``, ``adapters``, ``plans``: see ``DecodeGraphs``. ``runs``:
+    whether steps run like this, by graphs or directly; it is true once their graphs have been captured.
     """
 
     name = "steps with prefill chunks"
@@ -109,10 +110,11 @@ class MixedGraphs(GraphedSteps):
     def __init__(
         self, body: ModelBody, head: Head, forward_context: ForwardContext, backend: TritonBackend,
         last_tokens: torch.Tensor, most_tokens: int, adapters: TritonSlots | None = None,
+        plans: RecurrentPlans | None = None,
     ) -> None:  # fmt: skip
         super().__init__(sizes_up_to(min(most_tokens, LARGEST), LADDER), adapters)
         self._body, self._head, self._forward_context, self._backend = body, head, forward_context, backend
-        self._last_tokens = last_tokens
+        self._last_tokens, self._plans = last_tokens, plans
         self._device, self._num_rows = last_tokens.device, len(last_tokens) - 1
         self._upload = Uploads(self._device)
         self._ids, self._positions = torch.zeros(2, self.sizes[-1], dtype=torch.int64, device=self._device)
@@ -127,7 +129,11 @@ class MixedGraphs(GraphedSteps):
 
     def takes(self, work: StepWork) -> bool:
         """Whether ``run`` computes a step."""
-        return self.runs and work.num_tokens <= self.sizes[-1]
+        if not self.runs or work.num_tokens > self.sizes[-1]:
+            return False
+        if self._plans is None:
+            return True
+        return not work.drafts and self._plans.fits(self.sizes[bisect_left(self.sizes, work.num_tokens)])
 
     @property
     def least_without(self) -> int:
@@ -170,6 +176,8 @@ class MixedGraphs(GraphedSteps):
     def clear(self, size: int) -> None:
         """Fill the inputs of a step with padding."""
         self._copy(size, torch.from_numpy(self._packed(size, _NOTHING, _NOTHING, _NOTHING, 0, [])))
+        if self._plans is not None:
+            self._plans.clear()
 
     def run(
         self, batch: InputBatch, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
@@ -187,6 +195,8 @@ class MixedGraphs(GraphedSteps):
         inputs, wanted, *there = self._upload.together(packed, kept, *also, *tables.take())
         tables.change(there[len(also) :])
         self._copy(size, inputs)
+        if self._plans is not None:
+            self._plans.begin_static(size, longer=True)
         uses = self.adapters is not None and self.adapters.begin_static(batch.adapters[rows], size)
         if (graph := self.graphs.get((size, uses))) is not None:
             graph.replay()
@@ -209,6 +219,8 @@ class MixedGraphs(GraphedSteps):
             self._backend, slots.unbind(), self._backend.tables.slots, inputs.decodes, rows, chunks,
             prefill_plans={**plans}, is_static=True,
         )  # fmt: skip
+        if self._plans is not None:
+            self._plans.use_static(size, longer=True)
         return self._body.compute(ids, positions)
 
     def _packed(
@@ -264,6 +276,9 @@ class MixedGraphs(GraphedSteps):
             nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
             slots = self._slots[:, :1].fill_(-1)
             self._forward_context.step = self._backend.decode_step(slots, nothing, nothing)
+            if self._plans is not None:
+                self._plans.clear()
+                self._plans.use_static(1, longer=False)
             self._body.compute(self._ids[:1], self._positions[:1])
         return list(self._backend.kinds)
 

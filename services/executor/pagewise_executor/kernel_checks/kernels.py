@@ -35,6 +35,7 @@ from pagewise_executor.attention.triton_attention import LayerKind
 from pagewise_executor.kernel_checks.compared import TOLERANCE, Compared
 from pagewise_executor.kernel_checks.mixtures import experts, mxfp4_experts
 from pagewise_executor.kernel_checks.paged_problems import CONTEXTS, empty_layer, paged_problem, sinks_of, stored_in
+from pagewise_executor.kernel_checks.recurrent import recurrent_layers
 from pagewise_executor.kernel_checks.use import KernelUse
 from pagewise_executor.models.operations import HeadNorm, Operations, Rotation, TritonOperations
 from pagewise_executor.models.quantised_linear import QuantisedLinear, ScaledMMLinear
@@ -296,6 +297,7 @@ KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
     "linear of few rows": (_has_skinny_linear, _skinny_linear),
     "mixture of experts": (lambda use: use.mixture is not None, experts),
     "experts in MXFP4": (lambda use: use.mxfp4 is not None, mxfp4_experts),
+    "recurrent layers": (lambda use: bool(use.recurrent), recurrent_layers),
     "deterministic linear": (lambda use: use.deterministic, _linear),
     "quantised linear": (lambda use: bool(use.linears), _quantised_linear),
     "LoRA": (lambda use: use.adapter_rank > 0, _lora),

@@ -14,12 +14,14 @@ from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.device_tables import table_shapes
 from pagewise_executor.attention.prefill_libraries import with_small_limits
 from pagewise_executor.device_defaults import SizedConfig
+from pagewise_executor.kernel_checks.recurrent_problems import forms_of, typical_forms
 from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.grouped_experts import GroupedExperts, GroupedRouter
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.mxfp4_experts import TritonMxfp4Experts
+from pagewise_executor.models.plain_recurrence import PlainRecurrence
 from pagewise_executor.models.quantised_linear import QuantisedLinear
 from pagewise_executor.models.skinny_linear import SkinnyLinear
 
@@ -35,7 +37,8 @@ class KernelUse:
     layer; 0 if transformers computes the layers, with ``write_kv``; no ``gate_up`` if all layers have experts.
     ``linears``: quantised linear layers, one of each kind. ``mixture``: router and experts of a layer. ``mxfp4``:
     experts in MXFP4, and how many of them a token has. ``rotation``: of the keys that segments move. ``adapter_rank``:
-    0 without adapters. ``rings``: block tables of windowed layers are rings.
+    0 without adapters. ``rings``: block tables of windowed layers are rings. ``recurrent``: the forms of recurrent
+    layers.
     """
 
     device: torch.device
@@ -55,6 +58,7 @@ class KernelUse:
     adapter_rank: int = 0
     deterministic: bool = False
     rings: bool = False
+    recurrent: tuple[PlainRecurrence, ...] = ()
 
     def draw(self, *sizes: int, seed: int = 0) -> torch.Tensor:
         """Return normal numbers in the model's type; the same for the same seed on every device."""
@@ -88,6 +92,7 @@ def use_of(
         adapter_rank=adapter_capacity(config).max_rank,
         deterministic=config.deterministic,
         rings=any(shape.ring for shape in tables),
+        recurrent=forms_of(loaded),
     )  # fmt: skip
 
 
@@ -141,7 +146,8 @@ def typical_use(device: torch.device) -> KernelUse:
     mxfp4 = TritonMxfp4Experts(
         _drawn_mxfp4(use, experts, 2 * inner, hidden), _drawn_mxfp4(use, experts, hidden, inner), 7.0, 1.702
     )
-    return replace(use, mixture=mixture, mxfp4=(mxfp4, 2))
+    recurrent = typical_forms(*((2, 16, 24) if small else (4, 128, 128)))
+    return replace(use, mixture=mixture, mxfp4=(mxfp4, 2), recurrent=recurrent)
 
 
 def _drawn_mxfp4(use: KernelUse, experts: int, outs: int, ins: int) -> Mxfp4Weights:

@@ -3,6 +3,7 @@
 A module is found by what it does (``recurrence_trial.py``). What fits no form is computed by PyTorch.
 """
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,13 @@ from pagewise_executor.models.recurrence_trial import Projections, RecurrenceTri
 from pagewise_executor.models.recurrent import CONV, RECURRENT, RecurrentLayer, StateBatch, StateKey
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.recurrent import RecurrentStep
+    from pagewise_kernels.cpu.recurrent import Places, RecurrentStep, Weights
 
 
 log = logging.getLogger(__name__)
+
+_TYPES = (torch.float32, torch.bfloat16)
+"""In which the operations compute conv states."""
 
 
 class CpuRecurrence:
@@ -50,15 +54,42 @@ class CpuRecurrence:
         return result
 
 
-@torch.no_grad()
+class _TriedStep:
+    """A step that a trial computes with states in tensors: each sequence has one page. See ``Make``."""
+
+    def __init__(self, weights: "Weights", places: "Places", state: tuple[int, ...] | None, kept: int) -> None:
+        from pagewise_kernels.cpu.recurrent import RecurrentStep
+
+        self.step = RecurrentStep(weights, places, state, kept)  # type: ignore[arg-type]
+
+    def compute(self, projected: torch.Tensor, states: Mapping[StateKey, torch.Tensor], *, begun: bool) -> torch.Tensor:
+        """Return the outputs, and update the states: see ``Step``."""
+        from pagewise_kernels.cpu.recurrent import Blocks
+
+        count, tokens, _ = projected.shape
+        sizes = [state[0].numel() for state in states.values()]
+        starts = dict(zip(states, itertools.accumulate([4 * size for size in sizes], initial=0), strict=False))
+        memory = torch.cat([state.flatten(1) for state in states.values()], dim=1)
+        pages = torch.arange(count, dtype=torch.int32)[:, None]
+        start = starts.get((RECURRENT, 0), 0)
+        blocks = Blocks(memory.view(torch.uint8), pages if begun else None, pages, starts[CONV, 0], start)
+        flat, rows = projected.flatten(0, 1), torch.arange(count * tokens).view(count, tokens)
+        outputs = self.step.compute(flat, rows, blocks, self.step.empty_outputs(flat)).view(count, tokens, -1)
+        for state, part in zip(states.values(), torch.split(memory, sizes, dim=1), strict=True):
+            state.copy_(part.view(state.shape))
+        return outputs
+
+
 def find_recurrences(model: nn.Module, layers: Sequence[RecurrentLayer]) -> dict[str, CpuRecurrence]:
     """Return what computes tokens as recurrent modules of a model do, by their names."""
     found = {}
     for layer in layers:
         config: Any = model.config
-        trial = RecurrenceTrial(model.get_submodule(layer.name), layer.states, config.get_text_config().hidden_size)
-        if (form := trial.find()) is not None:
-            found[layer.name] = CpuRecurrence(form.projections, form.step, form.out, chunks=form.chunks)
+        if any(state.key[0] == CONV and state.dtype not in _TYPES for state in layer.states):
+            continue
+        module, size = model.get_submodule(layer.name), config.get_text_config().hidden_size
+        if (form := RecurrenceTrial(module, layer.states, size, _TriedStep).find()) is not None:
+            found[layer.name] = CpuRecurrence(form.projections, form.step.step, form.out, chunks=form.chunks)
     if layers:
         chunks = sum(one.chunks for one in found.values())
         log.info(

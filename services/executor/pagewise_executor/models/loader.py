@@ -122,7 +122,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     check_supported(config.model, model_config, text)
     check_latents(config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
-    recurrent = _recurrent_layers(config, model_config, dtype, device) if checkpoint is None else []
+    recurrent = _recurrent_layers(config, model_config, dtype) if checkpoint is None else []
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)
@@ -168,9 +168,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     )  # fmt: skip
 
 
-def _recurrent_layers(
-    config: ExecutorConfig, model_config: Any, dtype: torch.dtype, device: torch.device
-) -> list[RecurrentLayer]:
+def _recurrent_layers(config: ExecutorConfig, model_config: Any, dtype: torch.dtype) -> list[RecurrentLayer]:
     """Try a model without weights, and return its recurrent layers.
 
     Raises:
@@ -179,7 +177,7 @@ def _recurrent_layers(
     trust = config.trust_remote_code
     found = try_without_weights(config.model, model_config, dtype, trust_remote_code=trust).recurrent
     if found:
-        check_recurrent(config, device)
+        check_recurrent(config)
     return found
 
 

@@ -1,28 +1,31 @@
-"""Which form of the CPU operations computes what a recurrent module computes.
+"""Which form of an operation computes what a recurrent module computes between its projections.
 
 The projections of a module are the parts that get its input, and those that get what these give. When numbers take
 the place of what they give, its conv state and the gate of its norm tell which outputs these come from. What is left
 has few possible orders. They are tried, as the forms of the norm are, until the operation gives the outputs and states
-of the module for tokens that show how it computes.
+of the module for tokens that show how it computes. Operations are those of the CPU, or the plain form by which the
+Triton kernels are checked.
 
-The trial is in float32, also of models in bfloat16: of these, a copy of the module computes between the projections.
+The trial is in float32 on the CPU, also of models of other types and devices: a copy of the module computes between
+the projections, which stay where they are.
 """
 
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from pagewise_executor.models.recurrent import CONV, RECURRENT, State, StateCache, StateKey, cache_name
+from pagewise_executor.models.recurrent_shards import GatedNormOverRanks
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.recurrent import Gate, Places, RecurrentStep, Weights
+    from pagewise_kernels.cpu.recurrent import Gate, Places, Weights
 
 _SIZES = torch.tensor([0.3, 1.0, 1.0, 3.0])
 """Sizes of the hidden states of a comparison, each of another sequence."""
@@ -56,26 +59,44 @@ class Projections:
         return projected if self._vector is None else projected * self._vector
 
 
-class Form(NamedTuple):
+class Step(Protocol):
+    """Computes a module between its projections."""
+
+    def compute(self, projected: torch.Tensor, states: Mapping[StateKey, torch.Tensor], *, begun: bool) -> torch.Tensor:
+        """Return outputs [sequences, tokens, inner] for ``projected`` [sequences, tokens, size], all in float32.
+
+        The states [sequences, *shape] are updated in place. ``begun``: they are those behind earlier tokens; else they
+        have no meaning yet.
+        """
+        ...
+
+
+StepT = TypeVar("StepT", bound=Step)
+Make = Callable[["Weights", "Places", tuple[int, ...] | None, int], StepT]
+"""Returns an operation for a form, the shape of the recurrent state, and the inputs of each channel in the conv state.
+It raises ValueError or TypeError for forms that it does not compute."""
+
+
+class Form(NamedTuple, Generic[StepT]):
     """An operation that computes a module. ``chunks``: also several tokens of a sequence, and the first ones."""
 
     projections: Projections
-    step: "RecurrentStep"
+    step: StepT
     out: nn.Module
     chunks: bool
 
 
 class _InFloat32(nn.Module):
-    """A part of a module, whose inputs and outputs are in float32 here."""
+    """A part of a module on ``device``, whose inputs and outputs are in float32 on the CPU here."""
 
-    def __init__(self, part: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, part: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.whole, self._dtype = (part,), dtype  # in a tuple it is no submodule
+        self.whole, self._dtype, self._device = (part,), dtype, device  # in a tuple it is no submodule
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the part's outputs."""
-        result: torch.Tensor = self.whole[0](x.to(self._dtype))
-        return result.float()
+        """Compute the part's outputs, for a flat batch as in a step."""
+        result: torch.Tensor = self.whole[0](x.flatten(0, -2).to(self._device, self._dtype))
+        return result.float().cpu().view(*x.shape[:-1], -1)
 
 
 class _Call(NamedTuple):
@@ -97,31 +118,33 @@ class _Case(NamedTuple):
     last: _Call | None
 
 
-class RecurrenceTrial:
+class RecurrenceTrial(Generic[StepT]):
     """A recurrent module, and what it computes of tokens of some sequences. ``size``: of hidden states."""
 
-    def __init__(self, module: nn.Module, states: Sequence[State], size: int) -> None:
-        self._states, self._size = states, size
+    def __init__(self, module: nn.Module, states: Sequence[State], size: int, make: "Make[StepT]") -> None:
+        self._states, self._size, self._make = states, size, make
         self._shapes = {state.key: state.shape for state in states}
         self._original = module
 
-    def find(self) -> Form | None:
+    @torch.no_grad()
+    def find(self) -> Form[StepT] | None:
         """Return what computes the same; None: the operations do not."""
         types = {state.key[0]: state.dtype for state in self._states}
         dimensions = {state.key: len(state.shape) for state in self._states}
         if dimensions not in ({(CONV, 0): 2}, {(CONV, 0): 2, (RECURRENT, 0): 3}):
             return None
-        if types[CONV] not in (torch.float32, torch.bfloat16) or types.get(RECURRENT, torch.float32) != torch.float32:
+        if types.get(RECURRENT, torch.float32) != torch.float32:
             return None
+        if any(isinstance(part, GatedNormOverRanks) for part in self._original.modules()):
+            return None  # no operation sums over ranks
         parts = [part for part in self._original.modules() if _is_linear(part)]
-        memo = {id(part): _InFloat32(part, types[CONV]) for part in parts}
-        self._module = copy.deepcopy(self._original, memo).float()
+        self._dtype, self._device = types[CONV], next(self._original.parameters()).device
+        memo = {id(part): _InFloat32(part, self._dtype, self._device) for part in parts}
+        self._module = copy.deepcopy(self._original, memo).float().cpu()
         self._convolutions = [part for part in self._module.modules() if isinstance(part, nn.Conv1d)]
         return self._find() if len(self._convolutions) == 1 else None
 
-    def _find(self) -> Form | None:
-        from pagewise_kernels.cpu.recurrent import RecurrentStep
-
+    def _find(self) -> Form[StepT] | None:
         case = self._case(1, begun=True)
         chains, scale = _chains(case.calls, case.hidden)
         if not chains or case.last is None or not isinstance(out := case.last.part, _InFloat32):
@@ -135,7 +158,7 @@ class RecurrenceTrial:
             projections = Projections(chains, scale, vector)
             for weights, places in self._forms(norm, [chain[-1] for chain in chains], outs, vector):
                 try:
-                    step = RecurrentStep(weights, places, state, kept)  # type: ignore[arg-type]
+                    step = self._make(weights, places, state, kept)
                 except (ValueError, TypeError):  # another form may fit
                     continue
                 if self._computes(projections, step, case):
@@ -143,8 +166,7 @@ class RecurrenceTrial:
                         self._computes(projections, step, self._case(tokens, begun=begun)) for tokens, begun in _CHUNKS
                     )
                     own = [[part.whole[0] for part in chain if isinstance(part, _InFloat32)] for chain in chains]
-                    dtype = next(one.dtype for one in self._states if one.key[0] == CONV)
-                    real = Projections(own, scale, None if vector is None else vector.to(dtype))
+                    real = Projections(own, scale, None if vector is None else vector.to(self._device, self._dtype))
                     return Form(real, step, out.whole[0], chunks)
         return None
 
@@ -249,24 +271,15 @@ class RecurrenceTrial:
                 Places(conv=conv, gate=gate, decay=decay, beta=beta),
             )  # fmt: skip
 
-    def _computes(self, projections: Projections, step: "RecurrentStep", case: _Case) -> bool:
+    def _computes(self, projections: Projections, step: StepT, case: _Case) -> bool:
         """Return whether an operation computes what the last projection of a module gets, and the states."""
-        from pagewise_kernels.cpu.recurrent import Blocks
-
         if case.last is None:
             return False
-        before, count = self._before(begun=case.begun), len(case.hidden)
-        memory = torch.cat([state.flatten(1) for state in before.values()], dim=1).view(torch.uint8)
-        sizes = [state[0].numel() for state in before.values()]
-        starts = dict(zip(before, itertools.accumulate([4 * size for size in sizes], initial=0), strict=False))
-        pages = torch.arange(count, dtype=torch.int32)[:, None]
-        projected = projections(case.hidden.flatten(0, 1))
-        rows = torch.arange(len(projected)).view(count, -1)
-        blocks = Blocks(memory, pages if case.begun else None, pages, starts[CONV, 0], starts.get((RECURRENT, 0), 0))
-        outputs = step.compute(projected, rows, blocks, step.empty_outputs(projected)).view(count, -1)
-        states = torch.split(memory.view(torch.float32), sizes, dim=1)
-        return _near(outputs, case.last.given[0].flatten(1)) and all(
-            _near(found, state.flatten(1)) for found, state in zip(states, case.after.values(), strict=True)
+        states, (count, tokens, _) = self._before(begun=case.begun), case.hidden.shape
+        projected = projections(case.hidden.flatten(0, 1)).view(count, tokens, -1)
+        outputs = step.compute(projected, states, begun=case.begun)
+        return _near(outputs.flatten(1), case.last.given[0].flatten(1)) and all(
+            _near(found.flatten(1), case.after[key].flatten(1)) for key, found in states.items()
         )
 
 

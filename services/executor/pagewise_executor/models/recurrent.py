@@ -10,13 +10,16 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from torch import nn
+
+if TYPE_CHECKING:
+    from pagewise_kernels.recurrent import ChunkPlan
 
 StateKey = tuple[str, int]
 """``CONV`` or ``RECURRENT``, and the index that a module has for the state."""
@@ -123,10 +126,13 @@ class StateBatch(NamedTuple):
 
 class RecurrentContext:
     """The batches of a step, in order, for all recurrent modules of a model. A sequence may be in several of them,
-    which cut its tokens. ``drafted``: the range of the flat batch that verifies drafts."""
+    which cut its tokens. ``drafted``: the range of the flat batch that verifies drafts. For modules that the Triton
+    kernels compute: ``plan`` is the same, and ``tables`` int32 [blocks, pages per block] are the pages of blocks."""
 
     batches: Sequence[StateBatch] = ()
     drafted = slice(0)
+    plan: "ChunkPlan | None" = None
+    tables: torch.Tensor
 
 
 class _Place:
@@ -210,6 +216,10 @@ class PagedRecurrence:
             start += state.num_bytes
         return start
 
+    def detach(self) -> None:
+        """Drop the references to the memory of states."""
+        del self._memory
+
     def __call__(self, hidden_states: torch.Tensor, *_: object, **__: object) -> Any:
         """Compute the outputs [1, tokens, ...] of a flat batch, and update the states of its sequences."""
         drafted = hidden_states[0][self._context.drafted]
@@ -275,22 +285,27 @@ def page_states(
     return found
 
 
-def check_recurrent(config: ExecutorConfig, device: torch.device) -> None:
+def check_recurrent(config: ExecutorConfig) -> None:
     """Check that the options are for models with recurrent layers.
 
     Raises:
         ModelError: they are not.
     """
-    refused = {
-        "--kv-mapping mmu": config.kv_mapping == "mmu",
-        "--kernels triton": config.kernels == "triton",
-        "--device cuda": device.type == "cuda",
-    }
-    if options := [option for option, given in refused.items() if given]:
+    if config.kv_mapping == "mmu":
         raise ModelError(
-            f"{options[0]}: {config.model} has recurrent layers, which are computed on the CPU only, and with block "
-            "tables"
+            f"--kv-mapping mmu: {config.model} has recurrent layers, which are computed with block tables only"
         )
+
+
+def unfit_caches() -> str:
+    """Return why recurrent modules of this transformers get no states from pages, as a part of a sentence; empty: they
+    do."""
+    from transformers import DynamicCache, __version__
+
+    # Before version 5.21 modules read attributes of a cache's layers in place of the methods of ``StateCache``.
+    if hasattr(DynamicCache, "get_conv_state"):
+        return ""
+    return f"which are served from transformers 5.21 on, and {__version__} is installed: take a later version"
 
 
 def cache_name(module: nn.Module) -> str:

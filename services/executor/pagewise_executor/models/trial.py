@@ -18,7 +18,7 @@ from pagewise_shared.errors import ModelError
 from torch import nn
 
 from pagewise_executor.models.latents import absorb_latents, unfit_latents
-from pagewise_executor.models.recurrent import RecurrentLayer
+from pagewise_executor.models.recurrent import RecurrentLayer, unfit_caches
 from pagewise_executor.models.recurrent_shards import narrow_convolutions
 from pagewise_executor.models.recurrent_trial import recording
 from pagewise_executor.models.support import (
@@ -77,6 +77,8 @@ def try_without_weights(
 
 
 def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_code: bool, ranks: int) -> Tried:
+    if recurrent_layers(text) and (why := unfit_caches()):
+        raise ModelError(f"{name} has recurrent layers, {why}; {SERVED}")
     trial = _Trial(text)
     try:
         skeleton = _build(config, dtype, trust_remote_code=trust_remote_code)
