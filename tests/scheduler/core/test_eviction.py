@@ -179,7 +179,7 @@ def test_the_group_whose_first_block_is_worth_the_least_gives_it_up(rng: random.
     for block in rng.sample(blocks, count // 3):
         del ranks[id(block)]  # in use again
     queue.shrink(rng.choice([count, 0]))
-    queue.look()  # as it does now and then: a group goes by its first block, until that is found in use
+    queue._look_at_all()  # as it does now and then: a group goes by its first block, until that is found in use
     waiting = [block for block in blocks if id(block) in ranks]
     while waiting:
         lowest = min(ranks[id(block)] for block in waiting)

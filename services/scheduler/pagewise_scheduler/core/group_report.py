@@ -71,4 +71,4 @@ class SnapshotFinder:
         for kind, pool in self.pools:
             if (found := pool.at.get(node)) is not None and found.node is node:
                 tier, places = tier_name(pool.tier), len(found.points)
-                yield SnapshotReport(kind, pool.window, tier, node.depth, places, found.num_uses > 0)
+                yield SnapshotReport(kind, pool.window, tier, node.depth, places, found.was_used)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from pagewise_scheduler.core.memory.eviction_history import RequestRef
-from pagewise_scheduler.core.memory.eviction_roles import Place
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 
@@ -102,11 +101,11 @@ class BlockTable:
     ``cache_salt``: whose cache it shares. ``last_node``: the node of the last block whose content is in the prefix
     tree; the tree owns the blocks up to it, the sequence alone owns the blocks after it. ``owner``: the request
     of the sequence. ``windows``: its tables in the groups of windowed layers. ``due``: the depths at which snapshots of
-    these are to be taken while its prompt is computed, in order; ``places``: why, for some of them. ``end``: full
-    blocks of its prompt.
+    these are to be taken while its prompt is computed, in order. ``tails``: of those near
+    its end, the blocks from there to its end.
     """
 
-    __slots__ = ("block_size", "blocks", "cache_salt", "due", "end", "last_node", "owner", "places", "windows")
+    __slots__ = ("block_size", "blocks", "cache_salt", "due", "last_node", "owner", "tails", "windows")
 
     def __init__(
         self,
@@ -120,8 +119,7 @@ class BlockTable:
         self.owner = owner
         self.blocks: list[int] = []
         self.due: list[int] = []
-        self.places: dict[int, Place] = {}
-        self.end = 0
+        self.tails: dict[int, int] = {}
         self.last_node: CachedBlock | None = None
         self.windows = windows
 

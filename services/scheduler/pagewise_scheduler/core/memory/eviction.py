@@ -4,7 +4,6 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from pagewise_scheduler.core.memory.eviction_roles import RoleHistory
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 if TYPE_CHECKING:
@@ -70,11 +69,10 @@ class EvictionPolicy(Protocol):
     """Orders blocks that may be evicted. ``learns``: whether it wants to hear of uses.
 
     Blocks of one group are evicted in an order that does not change while they wait. The group whose first block has
-    the lowest value at that time gives up this block next. ``roles``: the uses of snapshots by their roles.
+    the lowest value at that time gives up this block next.
     """
 
     learns: bool
-    roles: RoleHistory
 
     def tick(self) -> int:
         """The time of a release, ``last_used`` of the released blocks. It never decreases."""
@@ -95,10 +93,6 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def expected(self, use: Evictable, since: int) -> float:
-        """The uses of memory of that class and last use to be expected since a tick."""
-        ...
-
     def probability(self, block: CachedBlock) -> float:
         """How likely the block is used again, 0 to 1, as far as is known."""
         ...
@@ -115,7 +109,6 @@ class LeastRecentlyUsed:
 
     def __init__(self) -> None:
         self.now = 0
-        self.roles = RoleHistory()
 
     def tick(self) -> int:
         """One more than before."""
@@ -133,10 +126,6 @@ class LeastRecentlyUsed:
     def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         """The tick."""
         return (use or block).last_used
-
-    def expected(self, use: Evictable, since: int) -> float:
-        """Nothing is known."""
-        return 0.0
 
     def probability(self, block: CachedBlock) -> float:
         """Nothing is known."""
@@ -159,7 +148,6 @@ class CostAware:
     def __init__(self, seconds: Callable[[CachedBlock], float], history: "UseHistory") -> None:
         self._seconds = seconds
         self._history = history
-        self.roles = history.roles
 
     @property
     def now(self) -> int:
@@ -183,10 +171,6 @@ class CostAware:
         use = use or block
         return self._history.density(use.kind, use.last_used) * self._seconds(block)
 
-    def expected(self, use: Evictable, since: int) -> float:
-        """The uses of blocks of that class and age to be expected since a tick."""
-        return self._history.expected(use.kind, use.last_used, since)
-
     def probability(self, block: CachedBlock) -> float:
         """How likely the block is used again."""
         return self._history.probability(block.kind, block.last_used)
@@ -207,7 +191,6 @@ _Entry = tuple[float, int, int, EvictableT]
 """The policy's order, a number that no other has, the tick of the block's last release, the block."""
 
 _POPS_BETWEEN_LOOKS = 128
-"""How many blocks are taken before all groups are valued again."""
 
 
 class EvictionQueue(Generic[EvictableT]):
@@ -223,21 +206,15 @@ class EvictionQueue(Generic[EvictableT]):
     ``price``: the value of the block that was taken last, or of the first block of its group a moment before.
     """
 
-    def __init__(
-        self,
-        policy: Ordering[EvictableT],
-        rank_of: Callable[[EvictableT], int | None],
-        pops_between_looks: int = _POPS_BETWEEN_LOOKS,
-    ) -> None:
+    def __init__(self, policy: Ordering[EvictableT], rank_of: Callable[[EvictableT], int | None]) -> None:
         self._policy = policy
-        self._pops_between_looks = pops_between_looks
         self._rank_of = rank_of
         self._groups: dict[_Key, list[_Entry[EvictableT]]] = {}  # none of them empty
         self._worth: list[tuple[int, float, _Key]] = []  # rank, value of the first block, group: one of each group
         self._valued: dict[_Key, EvictableT] = {}
         self._size = self._tie = 0
         self.price = 0.0
-        self._until_look = self._pops_between_looks
+        self._until_look = _POPS_BETWEEN_LOOKS
 
     def close(self) -> None:
         """Hold neither blocks nor the tier any more: from now on none may be evicted."""
@@ -270,7 +247,7 @@ class EvictionQueue(Generic[EvictableT]):
             if self._until_look:
                 self._look_at_first()
             else:
-                self.look()
+                self._look_at_all()
         return block
 
     def peek(self) -> EvictableT | None:
@@ -319,7 +296,7 @@ class EvictionQueue(Generic[EvictableT]):
                 group[:] = live.values()
                 heapq.heapify(group)
             self._size = sum(map(len, self._groups.values()))
-            self.look()
+            self._look_at_all()
 
     def _is_live(self, key: _Key, entry: _Entry[EvictableT]) -> bool:
         # An entry of an earlier life of the block is stale: it was pushed again when it was released again.
@@ -345,9 +322,8 @@ class EvictionQueue(Generic[EvictableT]):
             self._valued[key] = block
             heapq.heapreplace(self._worth, (key[0], self._policy.value(block), key))
 
-    def look(self) -> None:
-        """Value all groups again."""
-        self._until_look = self._pops_between_looks
+    def _look_at_all(self) -> None:
+        self._until_look = _POPS_BETWEEN_LOOKS
         firsts = [(key, self._first(key)) for key in list(self._groups)]
         self._valued = {key: block for key, block in firsts if block is not None}
         self._worth = [(key[0], self._policy.value(block), key) for key, block in self._valued.items()]

@@ -13,11 +13,9 @@ from array import array
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from itertools import accumulate
 from math import log2
 
 from pagewise_scheduler.core.memory.eviction import BATCH, NUM_ENDINGS, PREEMPTED
-from pagewise_scheduler.core.memory.eviction_roles import RoleHistory
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
 
 _MOST_USES = 4
@@ -62,8 +60,7 @@ class UseHistory:
     ``eviction.ending``), and whether it was a new end on a known beginning. Nothing is known about the workload in
     advance, and classes that predict nothing get equal values.
 
-    ``now``: the blocks that have come into the caches, which is the time in which ages are counted. ``roles``: uses of
-    snapshots by their roles.
+    ``now``: the blocks that have come into the caches, which is the time in which ages are counted.
     """
 
     def __init__(self) -> None:
@@ -82,9 +79,6 @@ class UseHistory:
         self._counted = [0] * _SPANS
         densities = [_densities(rates) for rates in _expected(_PRIOR_RATES)]
         self._densities = [densities[_is_announced(kind)] for kind in range(_NUM_CLASSES)]
-        totals = [[*accumulate(rates, initial=0.0)] for rates in _expected(_PRIOR_RATES)]
-        self._totals = [totals[_is_announced(kind)] for kind in range(_NUM_CLASSES)]
-        self.roles = RoleHistory()
         self._num_uses = self._halved = 0
         self._next_lesson = 1
 
@@ -99,15 +93,6 @@ class UseHistory:
     def density(self, kind: int, last_used: int) -> float:
         """Uses per block that comes in, if a block of that class is kept from now on for as long as is best."""
         return self._densities[kind][_span(self.now - last_used)]
-
-    def expected(self, kind: int, last_used: int, since: int) -> float:
-        """Uses of a block of that class to be expected from the time ``since`` to now, if it is not used."""
-        return self._expected_at(kind, self.now - last_used) - self._expected_at(kind, since - last_used)
-
-    def _expected_at(self, kind: int, age: int) -> float:
-        span, totals = _span(age), self._totals[kind]
-        share = min(1.0, (age - (_BOUNDS[span] - _WIDTHS[span])) / _WIDTHS[span])
-        return totals[span] + share * (totals[span + 1] - totals[span])
 
     def probability(self, kind: int, last_used: int) -> float:
         """The probability that a block of that class and age is used again: the share of earlier ones of that age."""
@@ -177,14 +162,12 @@ class UseHistory:
         ]
         before, densities = _expected(common), [_densities(rates) for rates in _expected(common)]
         self._densities = [densities[_is_announced(kind)] for kind in range(_NUM_CLASSES)]
-        totals = [[*accumulate(rates, initial=0.0)] for rates in before]
-        self._totals = [totals[_is_announced(kind)] for kind in range(_NUM_CLASSES)]
         for kind, (all_, back) in enumerate(zip(self._reached, self._returned, strict=True)):
             if kind and all_[0]:
-                columns = zip(all_, back, before[_is_announced(kind)], strict=True)
-                rates = [(one_back + _CLASS_WEIGHT * rate) / (one + _CLASS_WEIGHT) for one, one_back, rate in columns]
-                self._densities[kind] = _densities(rates)
-                self._totals[kind] = [*accumulate(rates, initial=0.0)]
+                rates = zip(all_, back, before[_is_announced(kind)], strict=True)
+                self._densities[kind] = _densities(
+                    [(one_back + _CLASS_WEIGHT * rate) / (one + _CLASS_WEIGHT) for one, one_back, rate in rates]
+                )
         self._next_lesson = self._num_uses + min(self._num_uses, _MOST_BETWEEN_LESSONS)
 
     def _count_reached(self) -> None:

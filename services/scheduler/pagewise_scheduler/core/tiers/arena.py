@@ -127,20 +127,12 @@ class Arena:
         if num_pages > self.num_available:
             return False
         while self.num_free < num_pages:
-            first = self._next_member()
-            if first is None or not self.members[first[1]].give_up(copies):
+            values = [
+                (value, number) for number, one in enumerate(self.members) if (value := one.next_value()) is not None
+            ]
+            if not values or not self.members[min(values)[1]].give_up(copies):
                 return False  # below the device, children of evictable blocks may be pinned
         return True
-
-    def _next_member(self) -> tuple[float, int] | None:
-        values = [(value, number) for number, one in enumerate(self.members) if (value := one.next_value()) is not None]
-        return min(values, default=None)
-
-    @property
-    def price(self) -> float:
-        """The value of the page that is evicted next, 0 if there is none."""
-        first = self._next_member()
-        return first[0] if first is not None else 0.0
 
     def take(self, taker: Member, count: int) -> Copies:
         """Make room for ``count`` blocks of a group, and let the free ones that it takes next have pages.

@@ -10,7 +10,6 @@ from pagewise_shared.protocol import DEVICE, HOST, GroupKind, pack_int32s
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
-from pagewise_scheduler.core.memory.eviction_roles import Place
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, ArenaShape, SharedBlockPool, SharedHostTier
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
@@ -71,7 +70,7 @@ class GroupedKVCacheManager(KVCacheManager):
         self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
     ) -> BlockPool:
         shape, self._arena = self.shape, Arena(self.shape.num_pages)
-        self._places = SnapshotPlaces(self.block_size, policy, self._arena)
+        self._places = SnapshotPlaces()
         pool = SharedBlockPool(num_blocks, tree, policy, counters, below)
         pool.share(self._arena, shape.pages_per_block, self._forget_snapshots, self.can_begin)
         changed = self._windows_changed
@@ -331,10 +330,10 @@ class GroupedKVCacheManager(KVCacheManager):
     def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
 
-        They are near its end, where it leaves the path of others, and inside of what is new (see ``SnapshotPlaces``).
+        They are near its end, and where it leaves the path of others (see ``SnapshotPlaces``).
         """
-        begin, free = max(prefix.resume, len(prefix.blocks)), self._arena.num_free - self.num_missing(table, num_tokens)
-        self._places.choose(table, prefix, begin, num_tokens // self.block_size, self.windows, free)
+        begin = max(prefix.resume, len(prefix.blocks))
+        self._places.choose(table, prefix, begin, num_tokens // self.block_size, self.windows)
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
@@ -352,15 +351,15 @@ class GroupedKVCacheManager(KVCacheManager):
             depth = table.due.pop(0)
             node = next(one for one in ancestors(table.last_node) if one.depth == depth)
             for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(node, one, table.places.get(depth, Place.PROMPT))
-                if (snapshot := group.at.get(node)) is not None and snapshot.is_new:
-                    snapshot.tail = table.end - depth
+                group.take_snapshot(node, one)
+                if depth in table.tails and (snapshot := group.at.get(node)) is not None:
+                    snapshot.tail = table.tails[depth]
 
     def take_snapshots(self, table: BlockTable) -> None:
         """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
         if table.last_node is not None and table.last_node.depth:
             for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(table.last_node, one, Place.ANSWER)
+                group.take_snapshot(table.last_node, one)
 
     # ---- growing and letting go ----------------------------------------------------------------------
 
@@ -369,8 +368,6 @@ class GroupedKVCacheManager(KVCacheManager):
     ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
         copies, added = list[BlockCopy](), list[tuple[int, int, int]]()
-        if table.due:
-            self._places.leave_out(table, start, num_tokens, self.windows)
         for group, one in zip(self.windows, table.windows, strict=True):
             due = [*table.due, *ends] if isinstance(group, StateGroup) else table.due
             found, made = group.grow(one, start, num_tokens, in_flight_step, due)
@@ -381,7 +378,6 @@ class GroupedKVCacheManager(KVCacheManager):
     def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
         self.take_snapshots(table)
         for group, one in zip(self.windows, table.windows, strict=True):
-            group.ended(ancestors(table.last_node))
             group.drop(one.blocks, in_flight_step)
             one.clear()
         table.due = []

@@ -17,8 +17,7 @@ from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import PRIVATE, CachedBlock, ancestors, hash_chain, hash_of
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
-from pagewise_scheduler.core.tiers.snapshot import Snapshot
-from pagewise_scheduler.core.tiers.snapshots import SnapshotPool, nearest_pool
+from pagewise_scheduler.core.tiers.snapshots import Snapshot, SnapshotPool, nearest_pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, DemotionPolicy, Location, Tier
 
 MAX_ARRIVING = 256

@@ -4,116 +4,60 @@ A window serves some places before its end, too. States serve one place alone, s
 too far is worth nothing. The next prompt often changes the last tokens of a prompt: of its template, or back to a place
 where the text was cut. So it is counted how many blocks before their ends prompts are left, and the snapshot is taken
 where it is worth the most.
-
-Inside of long prompts a snapshot saves something if another prompt leaves there. The price of memory decides how many
-there are: between two of them lie so many blocks that their seconds, times the share of uses inside of prompts, are
-worth the pages.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from math import inf
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy
-from pagewise_scheduler.core.memory.eviction_roles import Place, role
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
-from pagewise_scheduler.core.tiers.arena import Arena
-from pagewise_scheduler.core.tiers.snapshot import Snapshot
-from pagewise_scheduler.core.tiers.snapshots import SnapshotPool
+from pagewise_scheduler.core.tiers.snapshots import Snapshot, SnapshotPool
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _MOST_LEFT = 64
 """Blocks before the end of a prompt in which it may be left for the next one."""
-_LEAST_TOKENS = 256
-"""Least tokens between places inside of a prompt."""
 _MOST_COUNTED = 512.0
 """Prompts that are counted before their number is halved."""
 
 
 class SnapshotPlaces:
-    """Chooses places by what was seen of earlier prompts, and the price of a page in ``arena``."""
+    """Chooses places by what was seen of earlier prompts."""
 
-    def __init__(self, block_size: int, policy: EvictionPolicy, arena: Arena) -> None:
-        self._block_size, self._policy, self._arena = block_size, policy, arena
-        self._least = -(-_LEAST_TOKENS // block_size)
+    def __init__(self) -> None:
         # By number of blocks: prompts that were left so many blocks before their end. At first, as if templates had
         # changed in four of eight.
         self._left = [4.0, 4.0, *[0.0] * (_MOST_LEFT - 2)]
 
     def choose(
-        self,
-        table: BlockTable,
-        prefix: CachedPrefix,
-        begin: int,
-        end: int,
-        groups: Sequence[WindowGroup],
-        num_free: int,
+        self, table: BlockTable, prefix: CachedPrefix, begin: int, num_blocks: int, groups: Sequence[WindowGroup]
     ) -> None:
-        """Note in the table of a prompt of ``end`` full blocks, of which ``begin`` are cached, where it is to take
-        snapshots. ``num_free``: free pages that it leaves."""
-        table.end, junction = end, prefix.junction
+        """Note in the table of a prompt of ``num_blocks`` full blocks, of which ``begin`` are cached, where it is to
+        take snapshots."""
+        end, junction = num_blocks, prefix.junction
         states = next((group for group in groups if not group.margin), None)
-        place = Place.JUNCTION
         if states is not None:
-            place = self._observe(prefix.path, begin, junction, states)
+            self._observe(prefix.path, junction, states)
             end -= self._before_end(end - begin)
-        places = dict[int, Place]()
-        if begin and any(not one.blocks for one in prefix.windows):
-            places[begin] = Place.PROMPT
+        due = [begin] if begin and any(not one.blocks for one in prefix.windows) else []
+        table.tails = {depth: num_blocks - depth for depth in (*due, end)}
         if begin < junction < end - min(group.margin for group in groups):
-            places[junction] = place
-        if states is not None:
-            first = max(begin, junction)
-            spacing = self._spacing(end, end - first, num_free, states.pages_per_block)
-            places |= dict.fromkeys(self._inside(first, end, spacing), Place.INSIDE)
-        if begin < end:
-            places[end] = Place.PROMPT
-        table.places, table.due = places, [*places]
+            due.append(junction)
+        table.due = [*due, end] if begin < end else due
 
-    def leave_out(self, table: BlockTable, start: int, num_tokens: int, groups: Sequence[WindowGroup]) -> None:
-        """Take fewer snapshots inside of a prompt if a step from ``start`` to ``num_tokens`` tokens would need more
-        blocks than a sequence may have."""
-        room = min(group.most_blocks - len(one.blocks) - 1 for group, one in zip(groups, table.windows, strict=True))
-        near = [depth for depth in table.due if start < depth * self._block_size < num_tokens]
-        for depth in [one for one in near if table.places.get(one) == Place.INSIDE][: max(0, len(near) - room)]:
-            table.due.remove(depth)
-
-    def _spacing(self, depth: int, num_blocks: int, num_free: int, num_pages: int) -> float:
-        """Blocks between snapshots inside of a prompt at which each is worth its ``num_pages`` pages.
-
-        ``depth``: of the prompt. ``num_blocks``: between its other snapshots. ``num_free``: free pages that it leaves.
-        """
-        if not self._policy.learns:
-            return inf
-        if (most := num_free // num_pages) > 0:
-            return num_blocks / (most + 1)
-        fresh = CachedBlock(None, b"", ())
-        fresh.block, fresh.depth, fresh.last_used = 0, depth, self._policy.tick()
-        saved = self._policy.value(fresh) * self._policy.roles.share(role(Place.INSIDE, 0, followed=True))
-        return self._arena.price * num_pages / saved
-
-    def _inside(self, first: int, last: int, spacing: float) -> list[int]:
-        """Places between two others, with at least so many blocks between them."""
-        number = int((last - first) / max(spacing, self._least)) - 1
-        return [first + (last - first) * index // (number + 1) for index in range(1, number + 1)]
-
-    def _observe(self, path: Sequence[CachedBlock], begin: int, junction: int, pool: SnapshotPool) -> Place:
+    def _observe(self, path: Sequence[CachedBlock], junction: int, pool: SnapshotPool) -> None:
         """A prompt has ``junction`` blocks in common with earlier ones: count how far before its end it has left the
-        prompt that it follows, or that it has left one in its inside. It begins behind ``begin`` blocks."""
+        prompt that it follows."""
         if not 0 < junction <= len(path):
-            return Place.JUNCTION
+            return
         node = path[junction - 1]
         if node in pool.at and not node.children:
-            return Place.LEFT  # the blocks behind it were evicted
+            return  # the blocks behind it were evicted
         if (followed := _prompt_near(islice(_behind(node), _MOST_LEFT), pool)) is None:
             followed = _prompt_near(islice(ancestors(node), _MOST_LEFT), pool)
-        if followed is not None and (left := followed.node.depth + followed.tail - junction) < _MOST_LEFT:
-            self._count(max(0, left))
-            return Place.LEFT
-        if junction - begin >= self._least:
-            self._policy.roles.used(role(Place.INSIDE, 0, followed=True))  # it would have been
-        return Place.JUNCTION
+        if followed is not None and followed.tail is not None:
+            left = followed.node.depth + followed.tail - junction
+            if left < _MOST_LEFT:
+                self._count(max(0, left))
 
     def _count(self, left: int) -> None:
         self._left[left] += 1.0
@@ -141,4 +85,4 @@ def _behind(node: CachedBlock) -> Iterator[CachedBlock]:
 def _prompt_near(path: Iterable[CachedBlock], pool: SnapshotPool) -> Snapshot | None:
     """The first snapshot on ``path`` that was taken near the end of a prompt."""
     found = (pool.at.get(node) for node in path)
-    return next((one for one in found if one is not None and one.place == Place.PROMPT), None)
+    return next((one for one in found if one is not None and one.tail is not None), None)

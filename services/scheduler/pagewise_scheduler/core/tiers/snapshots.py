@@ -10,7 +10,7 @@ host memory snapshots of one path share the blocks that they have in common, whi
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice, takewhile
+from itertools import islice, pairwise, takewhile
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
@@ -18,12 +18,47 @@ from pagewise_shared.protocol import DEVICE
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, ancestors
-from pagewise_scheduler.core.tiers.arena import Arena, WindowShape
-from pagewise_scheduler.core.tiers.snapshot import Snapshot, SnapshotValues
+from pagewise_scheduler.core.tiers.arena import Arena, WindowShape, per_page
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 
 MARGIN = 64
 """Tokens before the end of a snapshot in which sequences can begin with it, too."""
+
+
+class Snapshot:
+    """A window at the end of the prefix of ``node``: ``blocks``, of which ``first`` is the number of the first one.
+
+    ``points``: the nodes behind which a sequence can begin with it, ``node`` first. ``kind``, ``last_used``: as of
+    ``CachedBlock``. ``since``: the depth of the snapshot before it on the way from the root, from which on everything
+    would be computed again without this one. ``was_used``: some sequence has begun with it. ``tail``: the blocks from
+    it to the end of the prompt that took it; None: that took it elsewhere than near its end.
+    """
+
+    __slots__ = ("blocks", "first", "kind", "last_used", "node", "points", "since", "tail", "was_used")
+
+    def __init__(self, points: list[CachedBlock], first: int, blocks: list[int], since: int) -> None:
+        self.node, self.points, self.first, self.blocks, self.since = points[0], points, first, blocks, since
+        self.kind = self.node.kind
+        self.last_used, self.was_used = 0, False
+        self.tail: int | None = None
+
+
+class _SnapshotValues:
+    """Orders snapshots by a policy for blocks: a snapshot saves the blocks since the one before it, as it was
+    used itself: its blocks were used by all that went on from later snapshots, too."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+
+    def group(self, snapshot: Snapshot) -> int:
+        return snapshot.kind if self._policy.learns else 0
+
+    def order(self, snapshot: Snapshot) -> float:
+        return snapshot.last_used
+
+    def value(self, snapshot: Snapshot) -> float:
+        saved = snapshot.node.depth - snapshot.since if self._policy.learns else 1
+        return self._policy.value(snapshot.node, snapshot) * saved
 
 
 class SnapshotPool:
@@ -57,15 +92,11 @@ class SnapshotPool:
         self.at: dict[CachedBlock, Snapshot] = {}
         self.recoverable: dict[BlockHash, int] = {}
         self._arena, self._policy, self._counters = arena, policy, counters
-        self._roles = policy.roles
         self._users, self._snapshots = [0] * self.num_blocks, [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self.num_cached = 0
-        full = arena.members[0].pages_per_block if arena.members else self.pages_per_block
-        self._values = SnapshotValues(policy, (self.pages_per_block, full))
-        self._queue = EvictionQueue[Snapshot](self._values, self._rank, pops_between_looks=1)
-        self._num_added = self._looked = 0  # snapshots, and the tick at which all of them were valued
-        self._num_uses: dict[CachedBlock, int] = {}  # of dropped snapshots, at nodes whose blocks are there
+        self._values = _SnapshotValues(policy)
+        self._queue = EvictionQueue[Snapshot](self._values, self._rank)
         # Below the device: the block that holds a node's tokens, and the node of each block.
         self._block_of: dict[CachedBlock, int] = {}
         self._node_of: dict[int, CachedBlock] = {}
@@ -165,76 +196,24 @@ class SnapshotPool:
         """A sequence has begun behind a node."""
         if (snapshot := self.at.get(node)) is not None:
             self._counters.snapshots_used += 1
-            self._count_kept(snapshot)
-            self._roles.used(snapshot.role)
-            snapshot.num_uses += 1
+            snapshot.was_used = True
             self._use(snapshot)
 
     def _add(self, snapshot: Snapshot) -> None:
         self.at |= dict.fromkeys(snapshot.points, snapshot)
         for block in snapshot.blocks:
             self._snapshots[block] += 1
-        snapshot.num_uses = max(snapshot.num_uses, self._num_uses.pop(snapshot.node, 0))
-        self._num_added += 1
-        self._link(snapshot)
         self._use(snapshot)
         for node in snapshot.points:
             self.changed(node)
 
     def _use(self, snapshot: Snapshot) -> None:
-        snapshot.last_used = snapshot.counted = self._policy.tick()
-        snapshot.kind, snapshot.is_new = snapshot.node.kind, self.tier == DEVICE
-        self._push(snapshot)
-
-    def _push(self, snapshot: Snapshot) -> None:
+        snapshot.last_used, snapshot.kind = self._policy.tick(), snapshot.node.kind
         self._queue.push(snapshot, NEAREST)
         self._queue.shrink(len(self.at))
 
-    def ended(self, path: Iterable[CachedBlock]) -> None:
-        """A sequence has ended, whose blocks have got new classes: give these to the snapshots that it took or used."""
-        for node in path:
-            snapshot = self.at.get(node)
-            if snapshot is not None and snapshot.is_new and snapshot.node is node:
-                snapshot.kind, snapshot.is_new = node.kind, False
-                snapshot.last_used = snapshot.counted = self._policy.tick()
-                self._push(snapshot)
-
-    # ---- neighbours ----------------------------------------------------------------------------------
-
-    def _count_kept(self, snapshot: Snapshot) -> None:
-        """Count for how long its role has been kept without use."""
-        if not snapshot.is_new:
-            self._roles.kept(snapshot.role, self._policy.expected(snapshot, snapshot.counted))
-        snapshot.counted = self._policy.tick()
-
-    def _link(self, snapshot: Snapshot) -> bool:
-        """Find the snapshot before it again. Returns whether that changes what it saves."""
-        before = snapshot.before
-        if snapshot.looked == self._num_added and (before is None or before.points):
-            return False
-        point = next((node for node in ancestors(snapshot.points[-1].parent) if node in self.at), None)
-        known, before = snapshot.living_before(), self.at[point] if point is not None else None
-        since, snapshot.since = snapshot.since, point.depth if point is not None else 0
-        snapshot.before, snapshot.looked = before, self._num_added
-        if known is not before:
-            self._follow(known, -1)
-            self._follow(before, 1)
-        return since != snapshot.since
-
-    def _follow(self, snapshot: Snapshot | None, number: int) -> None:
-        """So many snapshots more are behind a snapshot."""
-        if snapshot is None or not number:
-            return
-        is_other = not snapshot.num_behind or snapshot.num_behind + number == 0
-        if is_other:
-            self._count_kept(snapshot)
-        snapshot.num_behind += number
-        if is_other:
-            self._push(snapshot)
-
     def forget(self, node: CachedBlock) -> None:
         """No sequence can begin behind a node any more: its block lies in no tier."""
-        self._num_uses.pop(node, None)
         if (snapshot := self.at.pop(node, None)) is not None:
             snapshot.points.remove(node)
             if not snapshot.points:
@@ -248,14 +227,9 @@ class SnapshotPool:
             self._drop_snapshot(snapshot)
 
     def _drop_snapshot(self, snapshot: Snapshot) -> None:
-        self._count_kept(snapshot)
-        if snapshot.num_uses and snapshot.node.num_tiers:
-            self._num_uses[snapshot.node] = snapshot.num_uses
-        before = snapshot.before = snapshot.living_before()
         points, snapshot.points = snapshot.points, []
         for node in points:
             del self.at[node]
-        self._follow(before, snapshot.num_behind - 1)
         for block in snapshot.blocks:
             self._snapshots[block] -= 1
             if not self._snapshots[block] and not self._users[block]:
@@ -290,11 +264,12 @@ class SnapshotPool:
                 continue
             first = max(end - runs[end], needed - margin, 0)
             points = [one for one in self._points(node, first) if one.num_tiers]
-            made.append(Snapshot(points, first, held[first:end]))
+            made.append(Snapshot(points, first, held[first:end], 0))
             self._add(made[-1])
-            made[-1].is_new = False
             for one in path[first:end]:
                 self.recoverable.pop(one.hash, None)
+        for snapshot, before in pairwise(made):
+            snapshot.since = before.node.depth
         for snapshot in made if self.tier != DEVICE else ():
             for node, block in zip(path[snapshot.first :], snapshot.blocks, strict=False):
                 self._block_of[node], self._node_of[block] = block, node
@@ -310,23 +285,17 @@ class SnapshotPool:
     def _rank(self, snapshot: Snapshot) -> int | None:
         return NEAREST if snapshot.points else None
 
-    def _first(self) -> Snapshot | None:
-        """The next snapshot, by what it saves now."""
-        if self._policy.learns and self._looked != (now := self._policy.tick()):
-            self._looked = now
-            self._queue.look()
-        while (snapshot := self._queue.peek()) is not None and self._link(snapshot):
-            self._queue.pop()
-            self._push(snapshot)
-        return snapshot
-
     def next_value(self) -> float | None:
         """The value of a page of the next snapshot, and of the blocks that are of use with it alone; None: there is
         none."""
         if self.recoverable:
             return 0.0
-        snapshot = self._first() if self.num_cached else None
-        return self._values.value(snapshot) if snapshot is not None else None
+        snapshot = self._queue.peek() if self.num_cached else None
+        if snapshot is None:
+            return None
+        pages = self.pages_per_block * max(1, len(snapshot.blocks))
+        pages += self._arena.members[0].pages_per_block * (snapshot.node.depth - snapshot.since)
+        return per_page(self._policy, self._values.value(snapshot), pages)
 
     def give_up(self, copies: list[BlockCopy]) -> bool:
         """Evict the next snapshot of which a block has no users, but recoverable blocks before."""
@@ -335,17 +304,14 @@ class SnapshotPool:
             self.num_cached -= 1
             return True
         in_use: list[Snapshot] = []
-        while (snapshot := self._first()) is not None:
-            self._queue.pop()
-            if not all(map(self._users.__getitem__, snapshot.blocks)):
-                break
+        while (snapshot := self._queue.pop()) is not None and all(map(self._users.__getitem__, snapshot.blocks)):
             in_use.append(snapshot)
         for one in in_use:
             self._queue.push(one, NEAREST)
         if snapshot is None:
             return False
         kept = self.below is not None and self.below.take_over(snapshot, self.tier, copies)
-        self._counters.snapshots_unused += not kept and not snapshot.num_uses
+        self._counters.snapshots_unused += not kept and not snapshot.was_used
         if self.below is None and self.evicted is not None:
             self.evicted(snapshot, self, copies)
         if snapshot.points:  # else room was made below for it by blocks of its path
@@ -378,8 +344,8 @@ class SnapshotPool:
                     self._node_of[own] = one
                     copies.append((source, block, self.tier, own, self.number))
             points = [point for point in snapshot.points if point not in self.at]
-            made = Snapshot(points, first, [self._block_of[one] for one in path], snapshot.place)
-            made.num_uses = snapshot.num_uses
+            made = Snapshot(points, first, [self._block_of[one] for one in path], snapshot.since)
+            made.was_used = snapshot.was_used
             self._add(made)
         self.release(known)
         return keeps

@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from pagewise_scheduler.core.memory.block_table import StateTable, WindowTable
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
-from pagewise_scheduler.core.memory.eviction_roles import Place
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape
-from pagewise_scheduler.core.tiers.snapshot import Snapshot
-from pagewise_scheduler.core.tiers.snapshots import SnapshotPool
+from pagewise_scheduler.core.tiers.snapshots import Snapshot, SnapshotPool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
@@ -127,7 +125,7 @@ class StateGroup(WindowGroup):
         for index in reversed(gone):
             del table.blocks[index], table.tokens[index]
 
-    def take_snapshot(self, node: CachedBlock, table: WindowTable, place: Place) -> None:
+    def take_snapshot(self, node: CachedBlock, table: WindowTable) -> None:
         """Keep the states behind ``node``, if the table has kept them."""
         assert isinstance(table, StateTable)
         token = node.depth * self.block_size
@@ -137,5 +135,6 @@ class StateGroup(WindowGroup):
         # If a step were planned behind ``stop``, it would write elsewhere.
         at = table.tokens.index(token) if token in table.tokens else -1
         if not table.loading and (at >= 0 or token == table.stop):
+            since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
             self._counters.snapshots_taken += 1
-            self._add(Snapshot([node], node.depth - 1, [table.blocks[at]], place))
+            self._add(Snapshot([node], node.depth - 1, [table.blocks[at]], since))

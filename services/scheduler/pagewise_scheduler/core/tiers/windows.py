@@ -15,11 +15,9 @@ from pagewise_shared.protocol import DEVICE
 from pagewise_scheduler.core.memory.block_table import WindowTable
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
-from pagewise_scheduler.core.memory.eviction_roles import Place
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape
-from pagewise_scheduler.core.tiers.snapshot import Snapshot
-from pagewise_scheduler.core.tiers.snapshots import MARGIN, SnapshotPool
+from pagewise_scheduler.core.tiers.snapshots import MARGIN, Snapshot, SnapshotPool
 from pagewise_scheduler.core.tiers.tier import Copies
 
 
@@ -136,7 +134,7 @@ class WindowGroup(SnapshotPool):
             self.num_retiring -= len(blocks)
             self.release(blocks)
 
-    def take_snapshot(self, node: CachedBlock, table: WindowTable, place: Place) -> None:
+    def take_snapshot(self, node: CachedBlock, table: WindowTable) -> None:
         """Keep the window at the end of ``node``, if the table still has it.
 
         The windows at the nodes before it are kept too, up to ``MARGIN`` tokens and as far as the table has them.
@@ -149,5 +147,6 @@ class WindowGroup(SnapshotPool):
             return
         first = max(table.first, needed - self.margin)
         blocks = table.blocks[first - table.first : node.depth - table.first]
+        since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
         self._counters.snapshots_taken += 1
-        self._add(Snapshot(self._points(node, first), first, blocks, place))
+        self._add(Snapshot(self._points(node, first), first, blocks, since))
