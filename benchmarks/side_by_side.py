@@ -41,7 +41,7 @@ def prompts_of(batch: int) -> list[list[int]]:
 
 
 class Clock:
-    """Measures CPU seconds of the process between ``start`` and ``stop``; ``within``: those of functions meanwhile."""
+    """Measures CPU seconds of the process between ``start`` and ``stop``; ``within``: the share of some functions."""
 
     def __init__(self) -> None:
         self.seconds, self.within = 0.0, 0.0
@@ -70,7 +70,7 @@ class Clock:
 
 
 class Run(NamedTuple):
-    """What a contender measures: the prompts of all sequences up to their first tokens, and ``STEPS`` later steps."""
+    """Times of a contender: of the prompts of all sequences up to their first tokens, and of ``STEPS`` later steps."""
 
     prompts: Clock
     decode: Clock

@@ -25,7 +25,7 @@ def recurrent(bench: Bench) -> None:
                 bench.bytes(name, "pagewise", call, 8 * count * state, ">= 70%")
         tokens = 70 if bench.smoke else 8192
         if bench.wants(name := f"recurrent {kind}, a prompt of {tokens}"):
-            # Of a token and head: the products with the state, and those within a chunk.
+            # Of a token and head: the products with the state, and the products within a chunk.
             done = tokens * layer.heads * (6 * layer.key * layer.value + 4 * CHUNK * (layer.key + layer.value))
             bench.flops(name, "pagewise", _call(bench, layer, [tokens]), done)
 
