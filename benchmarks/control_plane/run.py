@@ -1,11 +1,13 @@
 """The cost of a step of pure decodes in the scheduler: schedule + encode + decode + update, in microseconds.
 
 No model and no socket: the results are as an executor would answer. Blocks are allocated as sequences grow, full ones
-enter the prefix cache, and every token is checked for stops, as in service. Then the cost of the KV memory by itself.
+enter the prefix cache, every token is checked for stops, and the garbage collector is tuned, as in service. Then the
+cost of the KV memory by itself.
 Prints tables and, with ``--json``, writes the numbers.
 """
 
 import argparse
+import gc
 import statistics
 import time
 from array import array
@@ -25,6 +27,7 @@ from pagewise_shared.protocol import (
     pack_int32s,
 )
 from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.service_process import tune_garbage_collector
 
 from benchmarks.record import record_file, write_record
 
@@ -70,6 +73,8 @@ def measure(num_seqs: int, steps: int, repeats: int) -> list[float]:
     for _ in range(repeats):
         sink = Sink()
         scheduler = start(num_seqs, steps + 64, sink)
+        gc.collect()  # the scheduler of the repeat before
+        tune_garbage_collector()
         tokens = pack_int32s([5] * num_seqs)
         began = time.perf_counter()
         for _ in range(steps):

@@ -103,10 +103,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def switches_at_blocks(batch: int, tokens: int) -> bytes:
-    """Let each sequence write another block than before where a block is full."""
+    """Let each sequence write another block than before where a block is full, in turns of two."""
     if not tokens or tokens % BLOCK_SIZE:
         return b""
-    first = MOST * (tokens // BLOCK_SIZE)
+    first = MOST * (1 + tokens // BLOCK_SIZE % 2)
     return pack_int32s(value for row in range(batch) for value in (row, _STATES, tokens, first + row))
 
 
