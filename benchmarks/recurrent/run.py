@@ -155,7 +155,7 @@ def compare(family: str, rounds: int, batches: list[int]) -> list[dict[str, Any]
         path = Path(folder)
         config, more = FAMILIES[family]
         weights = build(path, (config, _DECODER | more))
-        settings, parts = executor_settings(path, "cpu", MOST, 4096), [(PagedRecurrence, "__call__")]
+        settings, parts = executor_settings(path, "cpu", MOST, 8192), [(PagedRecurrence, "__call__")]
         contenders = {
             PAGEWISE: pagewise(settings, MOST, parts, GroupedStepPlan, states=switches_never),
             "pagewise with snapshots": pagewise(settings, MOST, parts, GroupedStepPlan, states=switches_at_blocks),

@@ -160,6 +160,10 @@ class PlanBuilder:
         """The row's block table has ``blocks`` from ``index`` on."""
         self._tables += [(row, number, block) for number, block in enumerate(blocks, index)]
 
+    def set_block(self, row: int, index: int, block: int) -> None:
+        """The row's block table has ``block`` at ``index``."""
+        self._tables.append((row, index, block))
+
     def set_windows(self, row: int, added: Iterable[tuple[int, int, int]], *, joins: bool = False) -> None:
         """The row's tables of windowed layers have these further blocks, as ``grow_windows`` returns them.
 

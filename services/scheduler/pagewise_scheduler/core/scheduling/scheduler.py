@@ -312,7 +312,8 @@ class Scheduler:
         due = self.decoding.take_blocks_due(step)
         self.plan.copy(self.kv.grow_by_one([sequence.table for sequence in due]))
         for sequence in due:
-            self.plan.set_blocks(sequence.row, len(sequence.table.blocks) - 1, sequence.table.blocks[-1:])
+            blocks = sequence.table.blocks
+            self.plan.set_block(sequence.row, len(blocks) - 1, blocks[-1])
         for sequence in due if self.kv.windows else ():
             num_slots = sequence.table.num_slots
             self.prefilling.grow_windows(sequence, num_slots - self.kv.block_size, num_slots)
@@ -330,7 +331,7 @@ class Scheduler:
         if replaced:
             if sequence.row >= 0:
                 for index, _, block in replaced:
-                    self.plan.set_blocks(sequence.row, index, [block])
+                    self.plan.set_block(sequence.row, index, block)
             self.kv.drop([own for _, own, _ in replaced], self.newest_in_flight)
 
     def _unblock(self, now: float) -> StepPlan | None:
