@@ -93,7 +93,7 @@ def _follow(config: ExecutorConfig) -> int:
 
     Raises:
         ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host.
-        RefusedError: node 0 turns this node away.
+        RefusedError: node 0 rejects this node.
     """
     from pagewise_executor.ranks.node import Node
 

@@ -36,7 +36,7 @@ _RANGES = {
 
 
 class InvalidPlanError(PagewiseError):
-    """A plan contradicts the executor's state; the text says how."""
+    """A plan contradicts the executor's state."""
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], num_prompt_tokens: int, vocab_size: int) -> None:

@@ -44,7 +44,7 @@ def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
     """Check that the options allow the attention of the Triton kernels that ``--attention`` names.
 
     Raises:
-        ModelError: they do not allow it; the text says why.
+        ModelError: they do not allow it.
     """
     error = ""
     if config.attention == "auto" or BACKENDS[config.attention].kernels != "triton":
@@ -72,7 +72,7 @@ def choose_prefill_library(
     fastest library or the Triton kernel.
 
     Raises:
-        ModelError: a library is asked for by name, and cannot compute the model; the text says why.
+        ModelError: a library is asked for by name, and cannot compute the model.
     """
     if config.attention == "triton" or _options_error(config, device):
         return None, False

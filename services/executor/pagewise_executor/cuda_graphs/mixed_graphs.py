@@ -182,7 +182,7 @@ class MixedGraphs(GraphedSteps):
     def run(
         self, batch: InputBatch, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Compute a step; the arguments and results are those of ``ForwardPass.compute``."""
+        """Compute a step; arguments and results: see ``ForwardPass.compute``."""
         rows, positions = batch.flat_batch(work)
         count, decodes = len(rows), len(work.decoding)
         size = self.sizes[bisect_left(self.sizes, count)]

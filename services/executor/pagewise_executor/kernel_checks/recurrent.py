@@ -11,7 +11,7 @@ from pagewise_executor.models.recurrent import CONV, RECURRENT, StateKey
 from pagewise_executor.models.triton_recurrence import kernels_of
 
 _LONG = CHUNK + 6
-"""Tokens of a sequence that begins, in two chunks; another one goes on with one token."""
+"""Tokens of a sequence that begins, in two chunks; another sequence continues with one token."""
 _STEPS = 4
 """Rounding adds up over the tokens of a sequence: so many times the tolerance of one result is allowed."""
 

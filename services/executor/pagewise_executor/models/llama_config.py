@@ -16,7 +16,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class NotReadableError(Exception):
-    """A checkpoint is not one that is loaded without transformers; the text says why."""
+    """A checkpoint cannot be loaded without transformers."""
 
 
 class DefaultRope(msgspec.Struct, kw_only=True, tag_field="rope_type", tag="default", forbid_unknown_fields=True):

@@ -249,7 +249,7 @@ def _try_part(config: ExecutorConfig, part: Any, dtype: torch.dtype, ranks: Rank
     """Try a rank's part of a model without weights; return its recurrent layers.
 
     Raises:
-        UnknownShardError: it cannot be computed, or attends otherwise than its configuration says.
+        UnknownShardError: it cannot be computed, or its attention differs from its configuration.
     """
     try:
         trust = config.trust_remote_code

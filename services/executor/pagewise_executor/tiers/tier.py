@@ -39,7 +39,7 @@ class Tier:
         self.report: Callable[[Copied | Found], None] = lambda message: None
 
     def begin(self, job: CopyJob, upper: "Tier") -> None:
-        """Begin a list of copies between this tier and ``upper``, which lies above it, and report it when it is done.
+        """Begin a list of copies between this tier and ``upper``, the tier above it, and report it when it is done.
 
         Reads and writes of device memory are ordered with the work of the device: work that is issued after this
         returns may overwrite the source blocks, and targets are written after all work that was issued before. Source
