@@ -158,7 +158,7 @@ def store_sums(
     acc = acc.to(kind).to(tl.float32) * tl.load(weights + pairs, mask=there, other=0.0).to(tl.float32)[None, :]
     to = parts + pairs.to(tl.int64)[None, :] * size_out + columns[:, None]
     tl.store(to, acc.to(kind), mask=there[None, :] & column_there)
-    # ``attention/merging.py`` says why the last program reads nothing stale.
+    # ``attention/merging.py`` explains why the last program reads no stale data.
     tl.debug_barrier()
     tokens = pairs // TOP_K
     counter = counters + tokens.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)

@@ -62,7 +62,7 @@ class NoWindow(Struct):
     """``tokens`` of the prompt from ``position`` on were cached, the last of them by ``cached_by``, and not used: no
     sequence can begin behind them, because no tier has the windows or states of the groups in ``lacking`` there.
 
-    ``due``: the number of tokens behind which this request takes a snapshot of what was cached, 0: nowhere.
+    ``due``: the number of tokens behind which this request takes a snapshot of the cached blocks, 0: nowhere.
     """
 
     position: int
@@ -195,7 +195,7 @@ class TableReport(Struct, omit_defaults=True):
     """The blocks of a sequence in a group of layers. ``kind``: of the blocks; ``window``: see ``GroupReport``.
 
     ``first``: the first token of which it has K and V. ``tokens``: of states, the numbers of tokens behind which it
-    keeps them, beside those that it writes.
+    keeps snapshots, beside the states that it writes.
     """
 
     kind: GroupKind
@@ -255,7 +255,7 @@ class RequestLine(Struct, omit_defaults=True):
 
 
 class RequestReport(RequestLine, kw_only=True, omit_defaults=True):
-    """Everything that is known of a request: where its time went, what its memory holds, where its prefix was lost.
+    """All facts about a request: the phases of its time, its memory, and the reasons why prefixes were lost.
 
     Fields:
         arrived: seconds since 1970. total_seconds: from its arrival to its end, or until now.
@@ -299,7 +299,7 @@ class GroupReport(Struct):
     """Pages of a tier that blocks of a group of layers take, ``pages_per_block`` each. ``kind``: of the blocks.
 
     ``window``: tokens that a query sees, or of a chunk; 0: all tokens. ``in_use``: pages that sequences and copies
-    use; ``cached``: those that no one uses. ``snapshots``: of windows or states, which hold the cached pages.
+    use; ``cached``: unused pages with content. ``snapshots``: of windows or states, which hold the cached pages.
     """
 
     kind: GroupKind
@@ -430,9 +430,9 @@ class PrefixRun(Struct, omit_defaults=True):
 class ExecutorReport(Struct, kw_only=True):
     """The memory and the load of one executor.
 
-    ``block_endpoint``: the address at which others fetch from it, "" if it lends nothing. ``tiers``: those below the
-    device, by name. ``counters``: events of blocks since it joined. ``saved_blocks``: how many more blocks there would
-    be without sharing. ``tree_blocks``: of its prefix tree.
+    ``block_endpoint``: the address at which others fetch from it, "" if it lends nothing. ``tiers``: the tiers below
+    the device, by name. ``counters``: events of blocks since it joined. ``saved_blocks``: how many more blocks there
+    would be without sharing. ``tree_blocks``: of its prefix tree.
     """
 
     executor_id: str
@@ -477,8 +477,8 @@ class ExecutorState(ExecutorReport, kw_only=True):
 class GatewayState(Struct, omit_defaults=True):
     """A gateway that has joined, or that left a moment ago.
 
-    ``state``: "ready", "silent" (some heartbeats have not come), "left" (it said so) or "lost"; ``reason``: why it is
-    not connected any more. ``requests``: requests of its clients that have not ended, or that ended when it left.
+    ``state``: "ready", "silent" (some heartbeats have not come), "left" (by its own message) or "lost"; ``reason``: why
+    it is not connected any more. ``requests``: requests of its clients that have not ended, or that ended when it left.
     """
 
     gateway_id: str
@@ -527,7 +527,7 @@ class RequestsFrame(Struct):
 
 
 class NextEviction(Struct):
-    """A block that is evicted when the next blocks are needed: the block with the lowest ``price`` goes first.
+    """A block that is evicted when the next blocks are needed: the block with the lowest ``price`` comes first.
 
     ``probability``: that it is used again, None if the policy does not estimate it.
     """
@@ -571,7 +571,7 @@ class BlockDetails(Struct, omit_defaults=True):
         state: "free", "cached" or "in use". references: of block tables, and of copies under way.
         requests: ids of the requests whose block tables have it. hash, depth: empty and 0 unless its content is known;
             depth 1 begins a prompt. tokens: how many it holds, 0: not known. token_ids: if the reader may see them.
-        copies: its ids in the tiers of the executor in which it lies. elsewhere: at other executors.
+        copies: its ids in the executor's tiers that have it. elsewhere: at other executors.
         unused_for: blocks that have come into the caches since it was released last, or releases with ``--eviction
             lru``; absent while it is in use. price, probability: as of ``NextEviction``, if it could be evicted.
     """
@@ -598,8 +598,8 @@ class MapFrame(Struct):
 
     Fields:
         first, count: the blocks that it shows, of ``num_blocks``; ``blocks_per_cell`` in each cell, fewer in the last.
-            A map of the colour "group" shows pages, which lie in the order of the legend: pages have no numbers here.
-        colour: the property by which blocks are told apart. legend: index and label of each of its values.
+            A map of the colour "group" shows pages in the order of the legend: pages have no numbers here.
+        colour: the property that the colours show. legend: index and label of each of its values.
         cells: base64 of two bytes for each cell: the index that most of its blocks have, and their share of it (255 is
             all). Lent and copied blocks are few and soon something else, so a cell with one of them has their index.
         counts: of the whole tier by state.

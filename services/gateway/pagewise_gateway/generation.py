@@ -89,7 +89,7 @@ class PackedLogprobs:
             first = last
 
 
-class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of what a dataclass costs
+class SequenceDelta(Struct, gc=False):  # made with every token: costs a quarter of a dataclass
     """The new text of one sequence, which is final (it is never taken back), and its tokens.
 
     Fields:

@@ -172,7 +172,7 @@ class Submit(Message, frozen=True):
     sent, it gets the current epoch, stream and progress.
 
     A request without prompts only counts against the limits of its key until the gateway aborts it; ``Started`` or
-    ``RequestRefused`` answers. It stands for work of the gateway itself (tokenizing), or for a request whose body the
+    ``RequestRefused`` answers. It represents work of the gateway itself (tokenizing), or a request whose body the
     gateway has not read yet; the request in that body replaces it (``counted_as``).
 
     Fields:

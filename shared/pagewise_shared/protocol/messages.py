@@ -112,7 +112,7 @@ class TierInfo(Piece, frozen=True):
 
 
 GroupKind = Literal["full", "latent", "window", "chunk", "state"]
-"""What blocks of a group of layers hold: K and V of all tokens, or latents of them; of a window; of a chunk; states."""
+"""The content of a group's blocks: K and V of all tokens, or their latents; K and V of a window; of a chunk; states."""
 
 
 class LayerGroup(Piece, frozen=True):
@@ -573,12 +573,13 @@ class GroupedStepPlan(StepPlan, frozen=True):
         unmapped: blocks whose pages go to other blocks in this step (int32 bytes: tier, group, block). An executor with
             several groups gives pages to a block when a plan names it first, and keeps them until the block is
             unmapped or, when the epoch ends, is not in an inventory that stays valid. Blocks without pages may be
-            unmapped too. A source of the plan's copies still lies in its pages, unless an earlier list of the plan has
+            unmapped too. A source of the plan's copies still has its pages, unless an earlier list of the plan has
             written it; all else follows the new mapping.
-        states: in groups of states, where rows write theirs (int32 bytes: row, group, n, block): the states behind the
-            row's first n tokens stay in their block, and later ones are written to ``block``. n is at least what the
-            row has computed before the step, and at most what it has computed with it less one. Of one row and group,
-            n rises. If a row keeps fewer than n tokens of its draft, the step that reaches n writes to ``block``.
+        states: in groups of states, where rows write their states (int32 bytes: row, group, n, block): the states
+            behind the row's first n tokens stay in their block, and later ones are written to ``block``. n is at least
+            the number of tokens that the row has computed before the step, and less than the number after it. Of one
+            row and group, n rises. If a row keeps fewer than n tokens of its draft, the step that reaches n writes to
+            ``block``.
     """
 
     windows: bytes = b""
@@ -589,8 +590,8 @@ class GroupedStepPlan(StepPlan, frozen=True):
 class CancelCopies(Message, frozen=True):
     """The scheduler does not need these copies of a step any more: confirm them now, and report missing blocks as bad.
 
-    They are the copies from ``peer`` (a block endpoint), or, if that is empty, those to and from the own tier ``tier``,
-    one of ``HASH_TIERS``.
+    They are the copies from ``peer`` (a block endpoint), or, if that is empty, to and from the own tier ``tier``, one
+    of ``HASH_TIERS``.
     """
 
     epoch: int
@@ -627,7 +628,7 @@ class CompileGrammar(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """No more work will come under this epoch; the executor says Goodbye once its last step is answered."""
+    """No more work will come under this epoch; the executor sends Goodbye once its last step is answered."""
 
     epoch: int
 
@@ -668,8 +669,8 @@ class ReadBlocks(Message, frozen=True):
     bytes.
 
     ``number``: repeated in the answer. ``epoch``, ``step``: as in ``RemoteTier``. ``blocks``: pairs tier, block (int32
-    bytes). Of a model with several groups of layers, pages of ``group`` are asked for instead: in place of the block
-    stands block times pages per block, plus the index of the page in the block.
+    bytes). Of a model with several groups of layers, pages of ``group`` are asked for instead: the number of a page is
+    block times pages per block, plus the index of the page in the block.
     """
 
     number: int

@@ -82,7 +82,8 @@ class AdapterTable:
     async def wait_for(self, name: str) -> None:
         """Wait while an adapter of that name may still appear, ``timeout`` seconds at most.
 
-        It may until a first scheduler has reported its adapters, and while executors load those of ``--lora-modules``.
+        It may until a first scheduler has reported its adapters, and while executors load the adapters of
+        ``--lora-modules``.
         """
         try:
             async with asyncio.timeout(self.timeout):
@@ -101,7 +102,7 @@ class AdapterTable:
         return tuple(self._adapters.values())
 
     def update(self, state: AdapterState) -> None:
-        """Replace the adapters by those that the scheduler reports."""
+        """Replace the adapters by the reported adapters of the scheduler."""
         self.version, self._reported = state.version, True
         self._changed.set()
         self._adapters = {adapter.name: adapter for adapter in state.adapters}
@@ -457,7 +458,7 @@ class SchedulerClient:
             live.fail(GenerationError(text))
 
     def _refused(self, live: LiveRequest, refused: RequestRefused) -> None:
-        """Handle a refusal: the error goes to the client, unless an earlier scheduler has accepted the request.
+        """Handle a refusal: the client gets the error, unless an earlier scheduler has accepted the request.
 
         Then it is submitted again after a pause, because the executors of a new scheduler may not have joined yet.
         """

@@ -253,7 +253,8 @@ class Grammars:
         except BaseException:
             pass_on()
             raise
-        # The turn lasts as long as the work, which goes on when the client disconnects and this coroutine is cancelled.
+        # The turn lasts as long as the work, which continues when the client disconnects and this coroutine is
+        # cancelled.
         work.add_done_callback(pass_on)
         return await asyncio.shield(work)
 

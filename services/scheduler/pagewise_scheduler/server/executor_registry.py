@@ -125,7 +125,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
 
     @property
     def executors(self) -> list[ExecutorHandle]:
-        """All executors that have joined, including those that are draining."""
+        """All executors that have joined, including draining ones."""
         return list(self._session_of)
 
     def guarded(self, executor: ExecutorHandle) -> "_Guard":
@@ -141,7 +141,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
             self._end(executor, "its scheduler failed", Loss.FAILED)
 
     def plan(self) -> None:
-        """Plan for every executor on the agenda, including those that this adds to it."""
+        """Plan for every executor on the agenda, including executors that this adds to it."""
         while self.agenda:
             executor, _ = self.agenda.popitem()
             with self.guarded(executor):

@@ -130,7 +130,7 @@ class Feature:
     def decodes(self, sequence: RequestSequence) -> bool:
         """Whether a sequence decodes in the steps after the one that ends its prefill.
 
-        False: it leaves its row, and the feature decides how it goes on when that step has come back.
+        False: it leaves its row, and the feature decides how it continues when that step has come back.
         """
         return True
 

@@ -83,7 +83,7 @@ class Continuation(NamedTuple):
 
 
 Continues = Callable[[ExecutorView, CostEstimate], Continuation]
-"""How a request continues after its prompt, if that executor computes it at those costs."""
+"""How a request continues after its prompt, if that executor computes it at these costs."""
 
 RoutingPolicy = Callable[[Sequence[ExecutorView], PrefixQuery, float, Continues | None], Choice]
 """Chooses among executors, at least two of them, for the prompt of a query, at a time in seconds.
@@ -236,7 +236,7 @@ class Roles:
 
 
 class AfterPrompt:
-    """The possible continuations of a request after the prompt of ``query``, at those of ``executors`` that could hold
+    """The possible continuations of a request after the prompt of ``query``, at each of ``executors`` that could hold
     and serve it. ``now``: seconds."""
 
     def __init__(
@@ -261,7 +261,7 @@ class AfterPrompt:
         return Continuation(None, estimate.recovery * waiting + self._decode_seconds(executor))
 
     def best_elsewhere(self, executor: ExecutorView, computing: float) -> Continuation:
-        """The cheapest migration away from ``executor``, where the prompt takes ``computing`` seconds."""
+        """The cheapest migration from ``executor``, where the prompt takes ``computing`` seconds."""
         best = Continuation(None, inf)
         for decoder in self._decoders:
             if decoder is not executor:
@@ -324,7 +324,7 @@ def place(
     continues: Continues | None = None
     if roles is not None and any(executor.role != "both" for executor in executors):
         continues = AfterPrompt(request, query, executors, roles, now).best
-        # Predictions keep all but short or cached prompts away from decoders. Other policies do not use decoders.
+        # By the predictions, decoders get only short or cached prompts. Other policies do not use decoders.
         allowed = [one for one in executors if one.role != "decode"] or executors
         executors = executors if isinstance(policy, LeastTimeToFirstToken) else allowed
     if len(executors) > 1:

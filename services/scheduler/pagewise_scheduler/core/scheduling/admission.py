@@ -140,7 +140,7 @@ class Admission:
         self, head: RequestSequence, best: RequestSequence, room: int
     ) -> tuple[RequestSequence, CachedPrefix] | None:
         """``best`` if there is room for it, else ``head`` if there is, else none. No other sequence of the window is
-        tried, because a large head would wait for ever while smaller sequences take the room."""
+        admitted, because a large head would wait for ever while smaller sequences take the room."""
         prefix = self._fitting(best, room)
         if prefix is None and best is not head:
             best, found = head, self._find(head)

@@ -29,7 +29,8 @@ class PrefillSet:
     """Ordered set of sequences in prefill.
 
     ``admission``: chooses which sequences start. ``activity``: counts the work for which waiting sequences wait.
-    ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
+    ``num_queries``: tokens of requests that started for the first time; ``num_hits``: the tokens of them found on the
+    device.
     """
 
     def __init__(self, scheduler: "Scheduler") -> None:
@@ -232,7 +233,7 @@ class PrefillSet:
             loaded = kv.loaded_to(prefix, plan.end)
             if kv.num_taken(loaded, sequence.num_tokens) <= kv.num_available:
                 prefix = loaded
-            else:  # other sequences use the windows that it would share, but not those that it would load
+            else:  # other sequences use the windows that it would share, but not the windows that it would load
                 plan = RecoveryPlan("device", start=len(prefix.blocks))
         self._plan.copy(kv.take(table, prefix))
         kv.expect_snapshots(table, prefix, sequence.num_tokens)

@@ -139,7 +139,8 @@ class Link(OnlineLine):
 
 
 def together(blocks: Mapping[Link, int], queued: Callable[[Link], int] = lambda link: 0) -> tuple[Link, int]:
-    """A link that stands for several which bring ``blocks`` at the same time, and how many blocks are queued there.
+    """A link equivalent to several links that transfer ``blocks`` at the same time, and how many blocks are queued
+    there.
 
     ``queued``: returns the number of blocks queued at each.
     """
@@ -327,7 +328,7 @@ class CostModel:
         split = max(gap * self.block_size, self.split(start, tokens, link, ahead, share))
         compute = self.compute_seconds(start, split, share)
         empty_step = self.compute_seconds(start, 1)
-        # The front goes half of the way in each step until the rest is small: that many steps more.
+        # The front advances by half of the rest in each step until the rest is small: that many steps more.
         halvings = max(0.0, log2(compute / (SMALL_STEPS * empty_step))) if empty_step > 0 < compute else 0.0
         both = self.both_bias * max(
             compute + halvings * empty_step,

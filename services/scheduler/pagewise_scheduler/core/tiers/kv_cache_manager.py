@@ -248,8 +248,8 @@ class KVCacheManager(WindowHooks):
     def take(self, table: BlockTable, prefix: CachedPrefix) -> Copies:
         """Begin an empty table with a prefix, as far as it is on the device.
 
-        Whole blocks are shared. A block of which only a part matches is copied, because the sequence goes on writing in
-        it. Returns the copies that the next step has to make before it computes: this one, and the demotions that
+        Whole blocks are shared. A block of which only a part matches is copied, because the sequence continues to write
+        in it. Returns the copies that the next step has to make before it computes: this one, and the demotions that
         make room for it. The caller has checked that a block is available.
         """
         assert not table.blocks

@@ -361,7 +361,7 @@ class Recoveries:
     def _back(self, recovery: Recovery, *, alone: bool) -> int:
         """How many blocks of the last part may be asked for now, none if that is not positive. ``alone``: nothing else
         was asked for in this step."""
-        # While the front computes, the next step that asks for more may be tens of milliseconds away. Loads behind
+        # While the front computes, the next step that asks for more may be tens of milliseconds later. Loads behind
         # others of the same step are confirmed with them, so only the first one asks for so much.
         part, most = recovery.last_part, 2 * _PIECE_BLOCKS
         link = part.source.link
