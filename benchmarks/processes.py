@@ -144,8 +144,8 @@ class Cluster:
     ``gateways``: how many there may be, each on a port of its own, so that it is known which one a client talks to.
     ``..._options``: of every process of a kind. ``simulate``: executors invent their tokens, and a step takes so many
     seconds. ``address``: where the scheduler listens for executors. ``as_shipped``: the processes of compose and the
-    manifests: connections encrypted with keys (made here), costs measured at the start, and room for blocks on the host,
-    whose copies are verified here. ``api_key``: an operator's, where gateways are given API keys.
+    manifests: connections encrypted with keys (made here), costs measured at the start, and room for blocks on the
+    host, whose copies are verified here. ``api_key``: an operator's, where gateways are given API keys.
     """
 
     def __init__(
