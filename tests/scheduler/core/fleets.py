@@ -49,7 +49,7 @@ def mixed_fleet(
     costs: Costs,
     windows: tuple[WindowShape, ...] = (),
 ) -> list[Node]:
-    """Executors with blocks of these sizes, and pools for as many tokens. What their blocks are is told by the size.
+    """Executors with blocks of these sizes, and pools for as many tokens. The size identifies their kind of blocks.
 
     ``windows``: groups of windowed layers, which share the pools.
     """

@@ -23,7 +23,7 @@ COSTS = Costs(step=1e-4, token=1e-2, fetch_setup=1e-4, fetch_block=1e-4)
 
 
 class Asked(NamedTuple):
-    """A request: at which executor, with which adapter, and of what kind."""
+    """A request: its executor, its adapter, and its kind."""
 
     where: int
     which: int | None

@@ -112,7 +112,7 @@ def test_the_lowest_priority_gives_way_and_the_first_in_line_never_does() -> Non
 
 
 def test_the_victim_is_the_cheapest_to_recover_per_block_that_becomes_free() -> None:
-    # A step costs more than all tokens in it: whoever frees many blocks pays for it once.
+    # A step costs more than all tokens in it: a sequence with many blocks pays for it once.
     scheduler = create_scheduler(num_blocks=100, max_num_batched_tokens=64, costs=Costs(step=1.0, token=1e-3))
     oldest = create_request(prompt=4, max_tokens=9)
     large = create_request(prompt=40, max_tokens=9)

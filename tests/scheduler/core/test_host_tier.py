@@ -318,7 +318,7 @@ def test_nothing_is_loaded_over_what_a_step_in_flight_touches() -> None:
     scheduler.add(begins)
     results = deque([result])
     while (plan := scheduler.schedule(0.0)) is not None:
-        results.append(executor.execute(plan))  # which checks what its copies touch
+        results.append(executor.execute(plan))  # which checks the blocks of its copies
     while results:
         scheduler.update(results.popleft())
     run(scheduler, executor)

@@ -1,4 +1,4 @@
-"""Where requests go: what each policy looks at, and that what is placed counts at once."""
+"""The executors of requests: the inputs of each policy, and that placed requests count at once."""
 
 from array import array
 from operator import mul
