@@ -1,4 +1,4 @@
-"""The house rules that a tool can hold: who imports whom, what is never loaded, how long things may get."""
+"""The house rules that a tool can check: imports between rooms, modules never loaded, and lengths of files."""
 
 import ast
 import re
@@ -109,7 +109,7 @@ def test_nothing_is_pickled() -> None:
 
 
 def test_nothing_is_imported_from_tests_but_what_they_share() -> None:
-    """What several test files need lies in a module that is no test file. Benchmarks run without the tests."""
+    """Helpers of several test files are in a module that is no test file. Benchmarks run without the tests."""
     imports = re.compile(r"^\s*(?:from|import) +(?:\S+\.)?test_|^\s*from +tests\b.* import .*\btest_", re.MULTILINE)
     outside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     every_module = [*outside, *(ROOT / "tests").rglob("*.py")]
@@ -119,7 +119,7 @@ def test_nothing_is_imported_from_tests_but_what_they_share() -> None:
 
 
 def test_what_the_guided_fuzzer_runs_is_there() -> None:
-    """Nobody imports it where atheris is not installed, so a test that gets another name would not be missed."""
+    """No test imports it where atheris is not installed, so a renamed test would go unnoticed."""
     fuzz = ROOT / "tests" / "fuzz"
     (name,) = re.findall(r"^from tests\.fuzz\.test_plans import (\w+)", (fuzz / "guided.py").read_text(), re.MULTILINE)
     assert f"def {name}(" in (fuzz / "test_plans.py").read_text()
