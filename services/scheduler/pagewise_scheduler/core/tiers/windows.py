@@ -41,10 +41,14 @@ class WindowGroup(SnapshotPool):
         below: SnapshotPool | None = None,
     ) -> None:
         super().__init__(number, DEVICE, shape, block_size, arena, policy, counters, changed, below)
-        self.margin = -(-MARGIN // block_size)
-        self.most_blocks = -(-(self.window - 1 + most_tokens) // block_size) + 3 + self.margin
+        self.margin, self.most_blocks = self._limits(most_tokens)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self.num_retiring = 0
+
+    def _limits(self, most_tokens: int) -> tuple[int, int]:
+        """Return ``margin`` and ``most_blocks``. ``most_tokens``: of a sequence in steps in flight."""
+        margin = -(-MARGIN // self.block_size)
+        return margin, -(-(self.window - 1 + most_tokens) // self.block_size) + 3 + margin
 
     def blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a sequence of ``num_tokens`` tokens holds at once."""
