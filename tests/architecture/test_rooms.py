@@ -29,11 +29,9 @@ LONGER_FILES: dict[str, str] = {
     "services/executor/pagewise_executor/model_runner.py": "a step, from its plan to its result",
     "services/gateway/pagewise_gateway/scheduler_client/client.py": "the class that owns a gateway's live requests",
     f"{_CORE}/scheduling/scheduler.py": "one class: what a request, a step and a result change are read together",
-    f"{_CORE}/tiers/recovery.py": "how sequences get their KV back, and which is the cheapest to get back",
     "shared/pagewise_shared/config/options.py": "the options of every command",
     "shared/pagewise_shared/protocol/gateway_messages.py": "every message between gateways and the scheduler",
     "shared/pagewise_shared/protocol/messages.py": "every message of executors",
-    "shared/pagewise_shared/reports.py": "every report of requests and memory, so that each fact is described once",
 }
 """Files that may be longer, each with the reason."""
 

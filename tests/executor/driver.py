@@ -134,7 +134,7 @@ def lend(scheduler: Scheduler, runner: Runner, directory: PrefixDirectory) -> No
     """Let this executor lend its blocks to the others in ``directory``, and fetch theirs."""
     endpoint = runner.info.block_endpoint
     assert endpoint
-    scheduler.recoveries.join(directory, Peer(endpoint, runner.info.block_format, scheduler, lambda: None))
+    scheduler.recoveries.planner.join(directory, Peer(endpoint, runner.info.block_format, scheduler, lambda: None))
 
 
 def request(tokens: list[int], max_tokens: int, name: str = "r", n: int = 1, **sampling: object) -> Request:

@@ -81,7 +81,7 @@ class Member:
         if keeps_blocks:
             self.scheduler.kv.expect(checked_inventory(info))
         peer = Peer(info.block_endpoint, info.block_format, self.scheduler, lambda: None)
-        self.scheduler.recoveries.join(self.directory, peer)
+        self.scheduler.recoveries.planner.join(self.directory, peer)
         self.runner.reset(Welcome(self._epoch, MOST_SEQS, BUDGET, keeps_blocks=keeps_blocks))
 
     def lose(self) -> list[Request]:
@@ -91,7 +91,7 @@ class Member:
         asked, self.looked_up = [*self.looked_up.values()], {}
         moved = self.scheduler.release_all()
         self.scheduler.kv.close()
-        del self.directory.peers[self.scheduler.recoveries.endpoint]
+        del self.directory.peers[self.scheduler.recoveries.planner.endpoint]
         return moved + asked
 
     def fail(self) -> None:

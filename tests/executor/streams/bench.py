@@ -145,7 +145,7 @@ class StreamedBench:
     def recover(self, mode: RecoveryMode) -> tuple[float, Recovery]:
         """Seconds to the first token of the prompt, whose KV is on the host, and the report of its recovery."""
         self.push_out()
-        self.scheduler.recoveries.policy.mode = mode
+        self.scheduler.recoveries.planner.policy.mode = mode
         recoveries: list[Recovery] = []
         self.scheduler.recoveries.emit = recoveries.append
         self.device.log.clear()

@@ -23,7 +23,7 @@ class Node:
         self.name, self.scheduler = name, scheduler
         self.executor = executor_for(scheduler)
         self.results: deque[StepResult] = deque()
-        scheduler.recoveries.join(directory, Peer(name, block_format, scheduler, lambda: None))
+        scheduler.recoveries.planner.join(directory, Peer(name, block_format, scheduler, lambda: None))
 
     def deliver(self, count: int = 1_000_000) -> None:
         for message in self.executor.finish_copies(count):

@@ -65,7 +65,9 @@ class Pair:
         node = Fleet(1 + where, 1, self.num_blocks, costs=COSTS, tiers={HOST: 12}, recovery="swap", epoch=life + 1)
         node.executor.reset(life + 1)
         self.names[where] = f"node {where}.{life}"
-        node.scheduler.recoveries.join(self.directory, Peer(self.names[where], "", node.scheduler, lambda: None))
+        node.scheduler.recoveries.planner.join(
+            self.directory, Peer(self.names[where], "", node.scheduler, lambda: None)
+        )
         return node
 
     def _introduce(self) -> None:

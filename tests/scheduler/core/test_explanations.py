@@ -293,7 +293,7 @@ def test_recovery(mode: RecoveryMode, said: str) -> None:
     prompt = list(range(1, 34))
     player.finish(player.send(prompt))
     player.finish(player.send(60))  # takes all blocks: cached ones move to the host
-    player.scheduler.recoveries.policy.mode = mode
+    player.scheduler.recoveries.planner.policy.mode = mode
     again = player.send(prompt)
     player.finish(again)
     told = player.explain(again)
@@ -341,8 +341,8 @@ def test_an_executor_that_lent_blocks_and_is_gone() -> None:
     assert plan is not None
     result = fetcher.executor.execute(plan)
     fetcher.executor.peers = {}
-    assert fetcher.scheduler.recoveries.directory is not None
-    del fetcher.scheduler.recoveries.directory.peers["node 0"]
+    assert fetcher.scheduler.recoveries.planner.directory is not None
+    del fetcher.scheduler.recoveries.planner.directory.peers["node 0"]
     fetcher.scheduler.peer_lost("node 0")
     fetcher.scheduler.update(result)
     run(fetcher.scheduler, fetcher.executor)

@@ -145,7 +145,7 @@ def test_a_peer_that_dies_is_done_without() -> None:
     assert [copies.peer.endpoint for copies in plan.copies if copies.peer is not None] == ["node 0"]
     result = fetcher.executor.execute(plan)
     fetcher.executor.peers = {}
-    del fetcher.scheduler.recoveries.directory.peers["node 0"]  # type: ignore[union-attr]
+    del fetcher.scheduler.recoveries.planner.directory.peers["node 0"]  # type: ignore[union-attr]
     fetcher.scheduler.peer_lost("node 0")
     assert fetcher.scheduler.recoveries.transfers.take_cancelled() == [(plan.step, "node 0", DEVICE)]
     fetcher.scheduler.update(result)

@@ -90,7 +90,7 @@ def nodes(count: int, costs: Costs, num_blocks: Mapping[str, int]) -> list[tuple
     directory, made = PrefixDirectory(), []
     for number in range(count):
         scheduler = create_scheduler(recovery="auto", costs=costs, **num_blocks)
-        scheduler.recoveries.join(directory, Peer(f"node {number}", "", scheduler, lambda: None))
+        scheduler.recoveries.planner.join(directory, Peer(f"node {number}", "", scheduler, lambda: None))
         made.append((scheduler, executor_for(scheduler)))
     for _, executor in made:
         executor.peers = {f"node {number}": other for number, (_, other) in enumerate(made)}
@@ -127,7 +127,7 @@ def test_a_conversation_goes_on_at_another_executor(fetch_block: float) -> None:
     assert not fetcher[0].features.prefetches.active
     elsewhere = segmented([*prompt[:68], *range(80, 90)], ranges)
     holder[0].release_all()
-    holder[0].recoveries.directory.peers.clear()  # type: ignore[union-attr]
+    holder[0].recoveries.planner.directory.peers.clear()  # type: ignore[union-attr]
     serve(*fetcher, elsewhere)
 
 

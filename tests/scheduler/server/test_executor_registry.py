@@ -372,7 +372,7 @@ async def test_an_executor_on_another_connection_is_the_same_and_serves_blocks_a
                 await asyncio.sleep(0.01)
         (handle,) = stack.executors
         assert stack.registry.directory.peers["ipc:///blocks"].scheduler is handle.scheduler
-        assert handle.scheduler.recoveries.endpoint == "ipc:///blocks"
+        assert handle.scheduler.recoveries.planner.endpoint == "ipc:///blocks"
         first.close()
         second.close()
 

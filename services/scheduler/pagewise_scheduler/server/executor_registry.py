@@ -232,7 +232,8 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         if endpoint and endpoint not in self.directory.peers:
             block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
             # When other executors have read its blocks, there may be room again for sequences that had to wait.
-            scheduler.recoveries.join(self.directory, Peer(endpoint, block_format, scheduler, executor.touch, key))
+            own = Peer(endpoint, block_format, scheduler, executor.touch, key)
+            scheduler.recoveries.planner.join(self.directory, own)
 
     def _expect(self, executor: ExecutorHandle) -> bool:
         """Restore the inventory of an executor; return False if it is not usable."""
@@ -340,7 +341,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         moved = executor.lose(loss)
         for live in moved:
             live.timeline.left(executor.executor_id, loss.value, clock())
-        endpoint, peers = executor.scheduler.recoveries.endpoint, self.directory.peers
+        endpoint, peers = executor.scheduler.recoveries.planner.endpoint, self.directory.peers
         if (peer := peers.get(endpoint)) is not None and peer.scheduler is executor.scheduler:
             del peers[endpoint]
             for other in self.executors:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement
 from pagewise_scheduler.core.routing.prompts import PrefixQuery
-from pagewise_scheduler.core.tiers.recovery import Known
+from pagewise_scheduler.core.tiers.recovery_planner import Known
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
@@ -129,8 +129,8 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
     if not match.offloaded and not candidate.query.stored and num_fetchable <= match.device // size:
         return computed  # most prompts: neither a lower tier nor a peer has more of it
     known = Known(num_tokens, match.device // size, match.gap, match.offloaded, candidate.query.stored)
-    peer = holder.executor.scheduler.recoveries.endpoint, num_fetchable
-    plan = recoveries.predict(known, share, peer)
+    peer = holder.executor.scheduler.recoveries.planner.endpoint, num_fetchable
+    plan = recoveries.planner.predict(known, share, peer)
     if not plan.parts:
         return computed
     there = max(plan.end * size, match.reused)
@@ -284,8 +284,8 @@ class AfterPrompt:
     def _move_seconds(self, executor: ExecutorView, decoder: ExecutorView, computing: float) -> float:
         """Seconds from the end of the prompt until its KV and its adapter are at ``decoder``; infinite if it cannot
         fetch from ``executor``."""
-        peer = executor.scheduler.recoveries.endpoint
-        if not decoder.scheduler.recoveries.can_fetch_from(peer):
+        peer = executor.scheduler.recoveries.planner.endpoint
+        if not decoder.scheduler.recoveries.planner.can_fetch_from(peer):
             return inf
         kv, link, num_blocks = decoder.scheduler.kv, decoder.costs.link(peer), self._num_blocks(decoder)
         # All blocks but the ones of the last chunk are fetched while later chunks are computed.

@@ -221,13 +221,13 @@ class PrefillSet:
         kv.eviction_history.reserves_for(table.owner)
         self._waiting.take(sequence, SequenceStatus.PREFILL)
         sequence.path = []
-        plan = self._recoveries.choose(prefix, share, sequence)
+        plan = self._recoveries.planner.choose(prefix, share, sequence)
         if plan.parts:
             prefix = kv.without_copy(prefix)
             if not all(feature.holds(sequence, prefix.num_tokens) for feature in sequence.request.features):
                 # The plan would recompute tokens of segments whose originals are not held, because admission counted
                 # the blocks in lower tiers as cached. So all of these blocks are loaded.
-                plan = self._recoveries.choose(prefix, share)
+                plan = self._recoveries.planner.choose(prefix, share)
                 plan.method = "load"
         if plan.method == "load":
             loaded = kv.loaded_to(prefix, plan.end)

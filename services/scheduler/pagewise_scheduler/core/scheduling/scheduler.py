@@ -349,7 +349,7 @@ class Scheduler:
         """The running sequence to preempt: a feature's choice, or the sequence that costs the least."""
         running = self.running
         chosen = (feature.victim(running) for feature in self.features.in_use)
-        return next(filter(None, chosen), None) or self.recoveries.choose_victim(running)
+        return next(filter(None, chosen), None) or self.recoveries.planner.choose_victim(running)
 
     def _commit(self, step: int, decoding: list[RequestSequence], chunks: Chunks, loads: Loads) -> StepPlan:
         """Note the step as in flight and build its plan."""
