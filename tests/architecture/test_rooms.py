@@ -27,7 +27,6 @@ DEFAULT_FUNCTION_LINES = 60
 _CORE = "services/scheduler/pagewise_scheduler/core"
 LONGER_FILES: dict[str, str] = {
     "services/executor/pagewise_executor/model_runner.py": "a step, from its plan to its result",
-    "services/gateway/pagewise_gateway/scheduler_client/client.py": "the class that owns a gateway's live requests",
     f"{_CORE}/scheduling/scheduler.py": "one class: what a request, a step and a result change are read together",
     "shared/pagewise_shared/config/options.py": "the options of every command",
     "shared/pagewise_shared/protocol/gateway_messages.py": "every message between gateways and the scheduler",

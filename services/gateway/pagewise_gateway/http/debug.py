@@ -84,7 +84,7 @@ async def _report(
     """
     if len(argument) > _LONGEST_NAME:
         raise LookupError(argument)
-    return await request.app[Service.KEY].scheduler_client.query(
+    return await request.app[Service.KEY].scheduler_client.queries.report(
         kind, argument, _limit(request, default_limit), request[CLIENT].view
     )
 

@@ -161,7 +161,7 @@ class Feeds:
         """Return the events of the current state of a view, or the event with the reason why it is not shown."""
         view = feed.view
         try:
-            body = await self._scheduler_client.query("console", view=view)
+            body = await self._scheduler_client.queries.report("console", view=view)
             if body == feed.body:
                 return feed.frame
             had_problem, feed.body = feed.body is None and feed.frame, body
