@@ -30,7 +30,6 @@ LONGER_FILES: dict[str, str] = {
     f"{_CORE}/scheduling/scheduler.py": "one class: what a request, a step and a result change are read together",
     "shared/pagewise_shared/config/options.py": "the options of every command",
     "shared/pagewise_shared/protocol/gateway_messages.py": "every message between gateways and the scheduler",
-    "shared/pagewise_shared/protocol/messages.py": "every message of executors",
 }
 """Files that may be longer, each with the reason."""
 

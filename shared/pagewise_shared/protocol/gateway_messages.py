@@ -9,18 +9,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_PROMPTS
-from pagewise_shared.protocol.messages import (
-    Adapter,
-    Goodbye,
-    Heartbeat,
-    HeartbeatAck,
-    Message,
-    Piece,
-    Refused,
-    Rejoin,
-    TokenLogprobs,
-)
+from pagewise_shared.protocol.messages import Adapter, Goodbye, Heartbeat, HeartbeatAck, Refused, Rejoin
+from pagewise_shared.protocol.steps import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 from pagewise_shared.segments import ALL_BEFORE
 
