@@ -28,9 +28,9 @@ Why that is enough:
 In the capture of a CUDA graph the same launch makes a programmatic edge, since CUDA 12.3, with the same meaning.
 Where the predecessor is no kernel (a copy, an event that is waited for, the begin of a graph) nothing begins early.
 
-Weights do not change while a model is served, but they are not read before the wait either: the kernel before may be
-the one that writes them, in a test or while a model is loaded, and a load leaves a line in the L1 cache. To prefetch is
-no read. ``prefetch_rows`` brings lines to the L2 cache, through which all writes go, so nothing stale is read later.
+Weights do not change while a model is served, but they are not read before the wait either: the kernel before may write
+them, in a test or while a model is loaded, and a load leaves a line in the L1 cache. To prefetch is no read.
+``prefetch_rows`` brings lines to the L2 cache, through which all writes go, so nothing stale is read later.
 """
 
 import triton

@@ -40,7 +40,7 @@ def choose_experts_kernel(
     whole = tl.sum(shares, 0)
     found, values = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.float32)
     for slot in tl.static_range(TOP_K):
-        best = tl.argmax(left, 0)  # the first of equal ones, so always one that there is
+        best = tl.argmax(left, 0)  # the first of equal ones, so always an existing expert
         value = tl.sum(tl.where(experts == best, shares, 0.0), 0)
         found = tl.where(slots == slot, best, found)
         values = tl.where(slots == slot, value, values)
@@ -204,7 +204,7 @@ def choose_experts(
     """Return weights [tokens, top_k] and numbers int32 [tokens, top_k] of the experts with the largest logits.
 
     ``logits`` [tokens, experts]. Weights are a softmax over all experts, or over the chosen ones (``normalise``), of
-    type ``dtype``, by default that of the logits. Of equal ones the first is chosen.
+    type ``dtype``, by default of the logits' type. Of equal experts the first is chosen.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.

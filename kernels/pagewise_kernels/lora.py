@@ -134,8 +134,8 @@ class LoraLayer:
 
 
 class _Tile(NamedTuple):
-    """``inner``, ``columns``: of a program that shrinks, and of one that expands. ``chunk``: ranks that are multiplied
-    at once. ``split``: programs that share the inputs of a token."""
+    """The tile of a program that shrinks (``inner``) or expands (``columns``). ``chunk``: ranks that are multiplied at
+    once. ``split``: programs that share the inputs of a token."""
 
     inner: int
     columns: int

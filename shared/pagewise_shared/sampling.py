@@ -20,7 +20,7 @@ MAX_BAD_TOKENS = 16_384
 MAX_ALLOWED_BYTES = 2 * 1024 * 1024
 """Maximum size of the bitmap of allowed tokens, for any vocabulary."""
 MAX_GRAMMAR_BYTES = 262_144
-"""Maximum size of a grammar in UTF-8: that of a JSON schema with about 5,000 properties."""
+"""Maximum size of a grammar in UTF-8: enough for a JSON schema with about 5,000 properties."""
 
 _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pagewise_executor.main")
 
 FINAL = (PagewiseError, zmq.ZMQError)
-"""Errors after which another start would fail too. Without OSError: one that ends the worker may come from a disk or a
-device, and a restart may help."""
+"""Errors after which another start would fail too. Without OSError: a failing disk or device may raise it in the
+worker, and a restart may help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -54,7 +54,7 @@ class Held(Protocol):
     size: int
 
     def grow_to(self, size: int) -> None:
-        """Reserve more memory. Raises an exception if there is not so much; nothing is reserved then."""
+        """Reserve more memory. Raises an exception, and reserves nothing, if there is too little."""
 
     def shrink_to(self, size: int) -> None:
         """Release memory beyond ``size``."""

@@ -312,7 +312,8 @@ class MapFrame(Struct):
             A map of the colour "group" shows pages in the order of the legend: pages have no numbers here.
         colour: the property that the colours show. legend: index and label of each of its values.
         cells: base64 of two bytes for each cell: the index that most of its blocks have, and their share of it (255 is
-            all). Lent and copied blocks are few and soon something else, so a cell with one of them has their index.
+            all). Lent and copied blocks are few, and soon have another state, so a cell with one of them has their
+            index.
         counts: of the whole tier by state.
     """
 

@@ -132,7 +132,7 @@ class ProcessActor:
 
     async def report(self, services: dict[str, dict[str, Any]]) -> None:
         """Write the ``ServiceStatus`` of every process, by name, for the scheduler that runs here."""
-        with contextlib.suppress(OSError):  # the controller reports again when something changes
+        with contextlib.suppress(OSError):  # the controller reports again after any change
             write_status(self._folder.path() / _STATUS, convert(services, dict[str, ServiceStatus]))
 
     async def stop(self, drain: bool) -> None:

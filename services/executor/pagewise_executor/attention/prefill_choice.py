@@ -1,4 +1,4 @@
-"""Chooses the kernel for the attention of prefill chunks: the one that ``--attention`` names, or the fastest."""
+"""Chooses the kernel for the attention of prefill chunks: ``--attention`` names it, or it is the fastest."""
 
 import functools
 import importlib.util
@@ -37,7 +37,7 @@ LIBRARIES: dict[str, tuple[str, Callable[[int, torch.device], PrefillLibrary]]] 
 }
 """By name: the module that must be installed, and the function that prepares the library."""
 _OURS = "gluon"
-"""It comes with the Triton kernels, so ``auto`` does not warn where it cannot compute something."""
+"""It comes with the Triton kernels, so ``auto`` does not warn where it cannot compute a layer."""
 
 
 def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:

@@ -87,7 +87,7 @@ def begin_trials(shapes: Sequence[AttentionShape], block_size: int, device: torc
     library = SpecialisedPrefill(block_size, device)
 
     def run() -> None:
-        with suppress(Exception):  # whatever it is, the choice meets it again and reports it
+        with suppress(Exception):  # the choice meets the same error again and reports it
             for shape in dict.fromkeys(shapes):
                 library.error(shape)
 

@@ -17,7 +17,7 @@ _STEPS = 4
 
 
 def recurrent_layers(use: KernelUse) -> Iterator[Compared]:
-    """A sequence with one token, which has a state, and one that begins with several."""
+    """A sequence with one token, which has a state, and another one that begins with several tokens."""
     tolerance = _STEPS * TOLERANCE[use.dtype]
     for plain in use.recurrent:
         layer = kernels_of(plain, use.device)

@@ -30,8 +30,8 @@ Raw = Any
 """Bytes of blocks: a numpy array on the CPU, else a tensor. Both are indexed alike."""
 
 KVShape = tuple[int, int] | tuple[int, int, int] | tuple[int, int, int, int]
-"""KV heads and head size of a layer; if it keeps one vector for key and value, the size of the vector, that of values,
-and that of keys unless they are the whole vector: see ``KVPool``."""
+"""KV heads and head size of a layer. If it keeps one vector for key and value: the sizes of the vector, of values, and
+of keys unless they are the whole vector (see ``KVPool``)."""
 BlockIds = npt.NDArray[np.int32]
 Layout = Literal["layers", "blocks", "tokens"]
 

@@ -168,7 +168,7 @@ class PageTables:
     The range of a row has the layout of a pool of ``max_blocks`` blocks. A row that leaves keeps its mappings until the
     next row replaces them: blocks that both rows have, of a system prompt for instance, are not mapped again.
 
-    ``num_calls``, ``num_mapped``: the calls that mapped something, and the blocks that they mapped in all rows.
+    ``num_calls``, ``num_mapped``: the calls that mapped blocks, and the blocks that they mapped in all rows.
 
     Raises:
         ModelError: a block is no whole number of pages in each layer, there could be too many mappings, or there is not

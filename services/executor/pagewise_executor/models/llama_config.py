@@ -120,7 +120,7 @@ class Llama(LlamaConfig, kw_only=True, tag="llama", forbid_unknown_fields=True):
     """Llama."""
 
     architectures: tuple[Literal["LlamaForCausalLM"]]
-    attention_bias: bool = False  # type: ignore[misc] # it hides that of the class
+    attention_bias: bool = False  # type: ignore[misc] # it hides the field of the class
     mlp_bias: bool = False  # type: ignore[misc]
 
 

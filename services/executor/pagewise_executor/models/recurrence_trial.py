@@ -32,7 +32,7 @@ _SIZES = torch.tensor([0.3, 1.0, 1.0, 3.0])
 _CHUNKS = (3, True), (5, False)
 """The chunks of comparisons: tokens of each sequence, and whether it has states."""
 _MOST = 1e-4
-"""By so much of the largest value, results may be apart."""
+"""The greatest difference between results, relative to the largest value."""
 
 
 class Projections:
@@ -245,7 +245,7 @@ class RecurrenceTrial(Generic[StepT]):
             return
         conv, gate, rest = self._sources(norm, ends, outs, vector)
         if not torch.equal(torch.cat([conv, gate, rest]).sort().values, torch.arange(total)):
-            return  # something is computed of the projections first
+            return  # the module computes with the projections first
         skip, weight = parameters.get("D"), getattr(norm, "weight", None)
         inner, heads, key = gate.numel(), *self._shapes[RECURRENT, 0][:: 1 if skip is None else 2][:2]
         sizes, groups = [1], max(1, (conv.numel() - inner) // (2 * key))

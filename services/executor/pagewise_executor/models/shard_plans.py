@@ -45,7 +45,7 @@ def division_plan(model: Any, vocabulary: VocabularyNames) -> dict[str, Style]:
     ``model``: the whole model, on any device. ``vocabulary``: the names of its embedding and head.
 
     Raises:
-        UnknownShardError: it has none, or one that is not known here.
+        UnknownShardError: it has no plan, or an unknown style.
     """
     known: dict[str, str] = model.tp_plan
     plan: dict[str, Style] = {**known, **latent_plan(model)}

@@ -89,7 +89,7 @@ def load_with_transformers(
 
     Raises:
         ModelError: the files lack weights of the model, or have them in another shape, or some are not finite.
-        UnknownShardError: the model has no plan, or one that does not say how a weight is divided.
+        UnknownShardError: the model has no plan, or the plan does not divide a weight.
     """
     from transformers import AutoModelForCausalLM
 

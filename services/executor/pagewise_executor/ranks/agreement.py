@@ -61,7 +61,7 @@ class Agreement:
             messages = [each.popleft() for each in said]
             if not any(said):
                 del self._waiting[key]
-        self._report(_joined(messages))  # outside the lock: it may call anything
+        self._report(_joined(messages))  # outside the lock: it may call any function
 
     def reset(self, epoch: int) -> None:
         """Forget the reports of all epochs but ``epoch``: they are void, and not every rank sends its own."""

@@ -82,7 +82,7 @@ class Tier:
     def begin_read(self, blocks: Blocks, rows: Rows) -> "Future[list[bool]]":
         """Begin to read blocks into ``rows``, after all copies that have begun, and before copies that begin later.
 
-        Called by the thread that issues steps, so a tier should read on another thread. The result is that of ``read``.
+        Called by the thread that issues steps, so a tier should read on another thread. The result is as of ``read``.
         """
         done: Future[list[bool]] = Future()
         done.set_result(self.read(blocks, rows))

@@ -1,4 +1,4 @@
-"""The LoRA adapters that the scheduler has reported, and the ones that it is still to load."""
+"""The LoRA adapters that the scheduler has reported, and adapters that it is still to load."""
 
 import asyncio
 import logging

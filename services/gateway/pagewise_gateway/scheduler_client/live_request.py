@@ -104,7 +104,7 @@ class LiveRequest:
 
         Raises:
             GenerationError: the request was not accepted, or failed; deltas from before have been returned.
-            Exception: whatever a follower has raised.
+            Exception: a follower has raised it.
         """
         self._release_memory()
         while not self._changed:

@@ -282,7 +282,7 @@ class Grammars:
 
     def _make(self, make: Make) -> str:
         with self._lock:
-            checker = self._checkers.pop()  # the last one that was used: the other one starts when two are needed
+            checker = self._checkers.pop()  # the last used one: the other one starts when two are needed
         try:
             grammar = make(checker.validate)
             if (invalid := self._checked.get(grammar)) is None:

@@ -1,6 +1,6 @@
 """A discrete-event simulation around the scheduler core, with a virtual clock.
 
-The scheduler and routing are the ones that serve; the executor, the sockets and the clock are simulated.
+The scheduler and routing are the product's; the executor, the sockets and the clock are simulated.
 """
 
 import heapq

@@ -179,7 +179,7 @@ class PrefixTree:
         return found
 
     def root_of(self, cache_salt: str | None) -> CachedBlock | None:
-        """The root of a cache salt, if anything of it is cached."""
+        """The root of a cache salt; None if it has no cached block."""
         return self._roots.get(cache_salt)
 
     def root_hash(self, cache_salt: str | None) -> BlockHash:
@@ -207,12 +207,12 @@ class PrefixTree:
         return self._key_bytes // _BYTES_PER_TOKEN
 
     def newest_salts(self) -> Iterator[str | None]:
-        """The cache salts of which anything is cached, the newest first."""
+        """The cache salts with cached blocks, the newest first."""
         return reversed(self._roots)
 
     @property
     def roots(self) -> list[CachedBlock]:
-        """The roots of all cache salts of which anything is cached."""
+        """The roots of all cache salts with cached blocks."""
         return list(self._roots.values())
 
     @staticmethod

@@ -28,7 +28,7 @@ _LEAST_HALF_LIFE = 1 << 15
 """Counted uses after which old counts weigh half; as many as prefixes are remembered, if these are more."""
 _MOST_BETWEEN_LESSONS = 1 << 10
 _MOST_USES_KEPT = 4
-"""Uses that are kept for each prefix that is remembered: one that is used often leaves many."""
+"""Uses that are kept for each remembered prefix, because a popular prefix has many."""
 
 _FIRST_SPAN = 64
 _SPANS = 40

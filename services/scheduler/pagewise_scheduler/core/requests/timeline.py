@@ -171,7 +171,7 @@ class OtherSalt(NamedTuple):
 class NoSnapshot(NamedTuple):
     """A group of layers without a snapshot behind cached tokens. ``kind``: of its blocks.
 
-    ``lost``: the last one that is known to have been there, behind the first ``position`` tokens.
+    ``lost``: the last known one, behind the first ``position`` tokens.
     """
 
     kind: GroupKind

@@ -175,7 +175,7 @@ class PrefillSet:
             self.admission.held.clear()  # no sequence is chosen in this step
             return chunks
         # Running prefills take their blocks chunk by chunk. The blocks that they have yet to take count as taken:
-        # otherwise sequences would start that preempt each other before they have computed anything.
+        # otherwise sequences would start that preempt each other before they have computed a token.
         owed = self.blocks_owed()
         self._note_computing(in_flight)
         oldest = in_flight[0].step if in_flight else None

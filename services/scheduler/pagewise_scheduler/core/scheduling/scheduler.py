@@ -423,7 +423,7 @@ class Scheduler:
     def fail(self, epoch: int, *, shrink_steps: bool = True) -> list[Request]:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, and recompute everything.
 
-        ``shrink_steps``: False if something else failed, copies for instance; then steps stay as large as they are.
+        ``shrink_steps``: False if another operation failed, copies for instance; then steps stay as large as they are.
         Returns the requests that failed for good: their step had one sequence, no draft, and cannot be made smaller.
         """
         failed: list[Request] = []

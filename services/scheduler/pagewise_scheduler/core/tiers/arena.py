@@ -76,7 +76,7 @@ class Member(Protocol):
 
     @property
     def num_used(self) -> int:
-        """Blocks that hold something, whether it is in use or not."""
+        """Blocks with content, in use or cached."""
         ...
 
     @property

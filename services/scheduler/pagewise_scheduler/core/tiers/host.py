@@ -50,8 +50,7 @@ class HostTier(Pool, Tier):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The size of the tier, and how much of it holds something: blocks, or pages if several groups of layers share
-        it."""
+        """The size of the tier, and its part with content: blocks, or pages if several groups of layers share it."""
         return self.num_blocks, self.num_used
 
     # ---- copies to this tier -------------------------------------------------------------------------

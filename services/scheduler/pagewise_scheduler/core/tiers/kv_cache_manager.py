@@ -316,8 +316,8 @@ class KVCacheManager(WindowHooks):
     def grow(self, table: BlockTable, num_tokens: int) -> tuple[list[int], Copies]:
         """Let ``table`` hold ``num_tokens`` tokens.
 
-        Returns the blocks that were added, possibly none, and the copies that have to be made before anything is
-        written into them: blocks that were evicted for them go to other tiers.
+        Returns the blocks that were added, possibly none, and the copies that have to be made before a step writes into
+        them: blocks that were evicted for them go to other tiers.
 
         Raises:
             OutOfBlocksError: there are too few blocks; nothing was changed.

@@ -119,7 +119,7 @@ class Pool:
     def reserve(self, count: int) -> tuple[list[int], Copies]:
         """Take ``count`` blocks, each with one reference; cached ones are evicted if too few are free.
 
-        Returns them, and the copies that have to be made before anything is written into them.
+        Returns them, and the copies that have to be made before a step writes into them.
 
         Raises:
             OutOfBlocksError: there are fewer. Nothing was taken, and on the device nothing was evicted.

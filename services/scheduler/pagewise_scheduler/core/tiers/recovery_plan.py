@@ -226,7 +226,7 @@ class RecoveryPolicy:
         self._costs = costs
 
     def method(self, estimate: RecoveryEstimate) -> Method:
-        """How to get blocks back that cost so much."""
+        """The method to get blocks back at these costs."""
         if self.mode == "swap":
             return "load"
         if self.mode != "auto" and estimate.by_method[self.mode] < inf:

@@ -215,7 +215,7 @@ class RecoveryPlanner:
         return self.directory.longest(self.endpoint, salt, tokens, more_than, self._usable)
 
     def _usable(self, peer: str) -> bool:
-        """Whether a peer may be asked: one that failed is left alone for a while."""
+        """Whether a peer may be asked: after a failure it is left alone for a while."""
         link = self.costs.link(peer)
         link.rests = max(0, link.rests - 1)
         return link.rests == 0

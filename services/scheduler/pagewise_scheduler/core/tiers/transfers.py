@@ -14,7 +14,7 @@ from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.tier import Location
 
 _LATE = 4.0
-"""A list of copies is late once it takes so many times the predicted seconds: only one that is lost is late by much."""
+"""A list of copies is late after this multiple of the predicted seconds, which only a lost list exceeds by much."""
 _MOST_RECENT = 64
 """Lists of copies that are remembered for consoles."""
 _FAR_GRACE = 5.0
