@@ -1,7 +1,7 @@
 """Look the pinned dependencies up in the database of known vulnerabilities (pip-audit, over the network).
 
-A vulnerability fails. What could not be looked up, all or some of it, is said and does not: a machine without network
-can run the rest of ``make lint``. With ``--strict`` as the first argument (``make audit``, and CI) that fails too.
+A vulnerability is a failure. A look-up that fails is printed, and is no failure: a machine without network can run the
+rest of ``make lint``. With ``--strict`` as the first argument (``make audit``, and CI) it is a failure too.
 """
 
 import json
@@ -9,14 +9,14 @@ import subprocess
 import sys
 
 UNREACHABLE = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "ServiceError", "HTTPError")
-"""What the last line of pip-audit names when it did not get an answer."""
+"""Names in the last line of pip-audit when it got no answer."""
 
 
 def main(arguments: list[str]) -> int:
     """Run pip-audit, as the arguments say how; returns the exit code."""
     strict = arguments[:1] == ["--strict"]
     command = arguments[strict:]
-    done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603 - what the Makefile gives
+    done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603 - the Makefile's arguments
     if not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
         if any(name in last for name in UNREACHABLE):

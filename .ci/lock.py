@@ -1,9 +1,9 @@
-"""Write requirements/*.lock: what each image installs, with the hashes of every file that the package index has of it.
+"""Write requirements/*.lock: the packages of each image, with the hashes of all their files in the package index.
 
-Versions are those of constraints.txt. ``make lock`` runs this, with uv and the network.
+Versions come from constraints.txt. ``make lock`` runs this, with uv and the network.
 
 torch itself is not locked. Which build an image gets, and from which index, is an argument of its build (CPU, a version
-of CUDA, a mirror's own), and every build has hashes of its own. What its CPU build depends on is locked.
+of CUDA, a mirror's own), and every build has hashes of its own. The dependencies of its CPU build are locked.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LOCKS = {"build": None, "scheduler": "", "gateway": "gateway", "executor": "executor-service"}
-"""The locks: None for what builds the package, otherwise the extra of the project that an image installs."""
+"""The locks: None for the packages of the build, otherwise the extra of the project that an image installs."""
 
 HEAD = "# Made by `make lock` from pyproject.toml and constraints.txt. torch is not here: .ci/lock.py says why.\n"
 
@@ -25,7 +25,7 @@ def lock_file(name: str) -> Path:
 
 
 def requirements(name: str) -> list[str]:
-    """Return what pyproject.toml requires for a lock."""
+    """Return the requirements of a lock in pyproject.toml."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extra = LOCKS[name]
     if extra is None:
@@ -37,7 +37,7 @@ def requirements(name: str) -> list[str]:
 
 def main(uv: list[str]) -> int:
     """Write the locks by this uv; returns the exit code."""
-    # The dependencies of torch's CPU build are wanted: of PyTorch's own, or of what pip finds in a folder of yours.
+    # The dependencies of torch's CPU build are wanted: of PyTorch's own, or of pip's in a local folder.
     torch = f"--find-links={links}" if (links := os.environ.get("PIP_FIND_LINKS")) else "--torch-backend=cpu"
     for name in LOCKS:
         command = [*uv, "pip", "compile", "--quiet", "--generate-hashes", "--no-header", "--no-annotate"]

@@ -10,9 +10,9 @@ A name is private if it begins with one underscore. It is one of a dependency's 
 - it is an attribute of ``self``, ``cls`` or ``super()`` that no class of the product defines from which this one
   derives, or which derives from this one;
 - a class defines it, and a class of a dependency from which it derives has it too;
-- it is given as a string, to ``getattr`` and its like, or to what imports.
+- it is given as a string, to ``getattr`` and its like, or to an import function.
 
-What a dependency documents although it begins with an underscore is no hit, nor is what ``ALLOWED`` lists.
+Documented names that begin with an underscore are no hits, nor are the names in ``ALLOWED``.
 """
 
 import ast
@@ -36,9 +36,9 @@ DOCUMENTED = {
 
 
 class Allowed(NamedTuple):
-    """Why a private name is used, and with which versions it was tried.
+    """Why a private name is used, and the versions with which the product was tested.
 
-    ``guard``: what holds these versions in the product, which refuses others when it starts.
+    ``guard``: the part of the product that refuses other versions when it starts.
     """
 
     why: str
@@ -119,7 +119,8 @@ def classes_in(tree: ast.Module) -> dict[str, Class]:
 
 
 def family(name: str, classes: dict[str, Class]) -> set[str]:
-    """Return the classes of the product from which a class derives, it, and those that derive from one of these."""
+    """Return a class, the classes of the product from which it derives, and all classes that derive from one of
+    these."""
     found, before = {name}, 0
     while len(found) > before:
         before = len(found)
@@ -166,7 +167,7 @@ class Finder(ast.NodeVisitor):
                     self._hit(node, dotted)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """A class, which may define what a class of a dependency has."""
+        """A class, which may define a private name of a dependency's class."""
         for base in node.bases:
             for name in sorted(defined_in(node) & self._private_names_of(ast.unparse(base).partition("[")[0])):
                 self._hit(node, f"{ast.unparse(base)}.{name}")
@@ -225,7 +226,7 @@ def private_names_of(dotted: str) -> frozenset[str]:
 
 
 def _names_of(cls: type) -> Iterator[str]:
-    """Yield the attributes of a class, and those that its methods and its bases' give to ``self``."""
+    """Yield the attributes of a class, and the attributes of ``self`` that its methods and its bases' set."""
     yield from dir(cls)
     for one in inspect.getmro(cls):
         if one.__module__ == "typing" or one in (object, type):

@@ -1,8 +1,8 @@
-"""Write a software bill of materials (CycloneDX 1.6, JSON) for each image, from the lock of what it installs.
+"""Write a software bill of materials (CycloneDX 1.6, JSON) for each image, from the lock of its packages.
 
 ``python .ci/sbom.py FOLDER``. The same locks give the same bytes: there is no time and no random number in it. The
 Python and the system packages of the base image are not listed, because they depend on when an image was built. The
-executor's has torch in the version of constraints.txt, without hashes: .ci/lock.py says why.
+executor's has torch in the version of constraints.txt, without hashes (see .ci/lock.py).
 """
 
 import re
@@ -59,7 +59,7 @@ def bill_of(image: str) -> str:
 
 def _component(name: str, version: str, hashes: list[str]) -> Component:
     url = PackageURL("pypi", name=name, version=version)
-    # Any of the files may be what is installed, so the hashes are not those of the component itself.
+    # Any of the files may be installed, so the hashes are not those of the component itself.
     files = ExternalReference(
         type=ExternalReferenceType.DISTRIBUTION,
         url=XsUri(f"https://pypi.org/project/{name}/{version}/"),

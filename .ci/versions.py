@@ -1,9 +1,9 @@
-"""Tests of Pagewise with other versions of its dependencies than those of constraints.txt.
+"""Tests of Pagewise with other versions of its dependencies than constraints.txt has.
 
     python .ci/versions.py lowest|newest|cuda [options of pytest]
 
 Each kind has an environment of its own in ~/.cache/pagewise-versions (VERSIONS=DIR takes another folder), which uv
-brings to what the package index has today. TORCH_INDEX_URL says which build of torch it gets, as for
+updates to the present versions of the package index. TORCH_INDEX_URL selects the build of torch, as for
 ``make setup``; without it, the index's own, which on Linux has CUDA and takes 5 GiB of disk.
 """
 
@@ -35,7 +35,8 @@ WITHOUT_A_DEVICE = (
 KINDS: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
     "lowest": (["--resolution=lowest-direct"], [], SERVED),
     "newest": ([], [], SERVED),
-    # Those of a machine with an H200 on which Pagewise has run. The interpreter of Triton 3.6 fails with NumPy 2.4.
+    # The versions of a machine with an H200 on which Pagewise has run. The interpreter of Triton 3.6 fails with NumPy
+    # 2.4.
     "cuda": ([], ["torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "numpy<2.4"], WITHOUT_A_DEVICE),
 }
 """By kind: options of uv's resolver, versions that are given, and the tests."""

@@ -1,4 +1,4 @@
-"""What a GPU reaches at most, as benchmarks measure it in the same run as what they compare with it."""
+"""The highest rates of a GPU, which benchmarks measure in the same run as the rates that they compare with them."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""Environments of what cannot be installed beside Pagewise, and models in other formats. All of it is kept.
+"""Environments of packages that cannot be installed beside Pagewise, and models in other formats. All are kept.
 
 An environment is a folder below ``~/.cache/pagewise-benchmarks`` (``XDG_CACHE_HOME`` is respected), made anew when its
 list of packages changes.
@@ -20,7 +20,7 @@ def _kept() -> Path:
 def python(packages: Path, torch: bool = False) -> Path:
     """The interpreter of the environment with the packages that a file lists, made if it is not there.
 
-    ``torch``: whether the version that is tested goes in first.
+    ``torch``: whether the tested version of torch is installed first.
 
     Raises:
         subprocess.CalledProcessError: a package cannot be installed.
@@ -33,10 +33,10 @@ def python(packages: Path, torch: bool = False) -> Path:
         print(f"making an environment for {name}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         install = [str(found), "-m", "pip", "install", "--quiet"]
-        if torch:  # by itself, as in the Makefile: whoever installs chooses its build by pip's settings
+        if torch:  # by itself, as in the Makefile: pip's settings choose its build
             build = next(line for line in _CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
             subprocess.run([*install, build], check=True)
-        # The list is complete, and pip would add what it leaves out.
+        # The list is complete: pip would add dependencies that it omits on purpose.
         subprocess.run([*install, "--no-deps", "-r", str(packages)], check=True)
         done.touch()
     return found

@@ -1,7 +1,7 @@
 """Pagewise's processes for tests and benchmarks: a ``Cluster`` of single ones, or all that ``pagewise serve`` starts.
 
-Real processes and real sockets on free ports of this machine. Everything that is started ends with whoever has started
-it, whatever happens.
+Real processes and real sockets on free ports of this machine. Every process that is started ends with the process that
+started it, also after errors.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ SCHEDULER, GATEWAY, EXECUTOR = (f"pagewise_{name}.main" for name in ("scheduler"
 HOST_MEMORY = "16MiB"
 """Of each executor that is started as shipped: 256 blocks of the demo model, less than the pools, so that it fills."""
 
-_LOOPBACK, _PORTS = "127.0.0.1", range(16_384, 32_768)  # below those of Linux for sockets that ask for any port
+_LOOPBACK, _PORTS = "127.0.0.1", range(16_384, 32_768)  # below Linux's ports for sockets that ask for any port
 
 
 def get(url: str, seconds: float = 10.0, key: str = "") -> Any:
@@ -53,7 +53,8 @@ def answers(url: str) -> bool:
 
 
 def free_port(address: str = _LOOPBACK) -> int:
-    """A TCP port that nobody listens on, and that the kernel gives to nobody while its process starts again."""
+    """A TCP port on which no process listens, and which the kernel assigns to no other one while its process
+    restarts."""
     while True:
         port = secrets.choice(_PORTS)
         with contextlib.suppress(OSError), socket.create_server((address, port)):
@@ -75,7 +76,7 @@ def _prepare() -> None:
 
 
 class Process:
-    """One process; what it prints goes to a file under ``folder``, behind what its predecessors have printed."""
+    """One process; its output is appended to a file under ``folder``, behind the output of its predecessors."""
 
     def __init__(self, name: str, command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
         self.name = name
@@ -125,12 +126,12 @@ class Process:
         return found[1].split() if found else []
 
     def is_ready(self) -> bool:
-        """Whether it has said that it could be reached, or, an executor, that it has joined a scheduler."""
+        """Whether it has printed that it can be reached, or, an executor, that it has joined a scheduler."""
         own = self.log.read_bytes()[self._begin :].decode(errors="replace")
         return re.search(r"^listening .+\n|joined the scheduler", own, re.MULTILINE) is not None
 
     def output(self) -> str:
-        """What it and its predecessors have printed."""
+        """The output of it and its predecessors."""
         return self.log.read_text(errors="replace")
 
     def tail(self) -> str:
@@ -138,13 +139,13 @@ class Process:
 
 
 class Cluster:
-    """A scheduler, gateways and executors, each of which comes and goes by itself, on ports that stay.
+    """A scheduler, gateways and executors, each of which starts and ends by itself, on ports that stay.
 
     ``gateways``: how many there may be, each on a port of its own, so that it is known which one a client talks to.
     ``..._options``: of every process of a kind. ``simulate``: executors invent their tokens, and a step takes so many
-    seconds. ``address``: where the scheduler listens for executors. ``as_shipped``: what compose and the manifests
-    start: connections encrypted with keys (made here), costs measured at the start, and room for blocks on the host,
-    whose copies are verified here. ``api_key``: an operator's, where gateways are given API keys.
+    seconds. ``address``: where the scheduler listens for executors. ``as_shipped``: the processes of compose and the
+    manifests: connections encrypted with keys (made here), costs measured at the start, and room for blocks on the
+    host, whose copies are verified here. ``api_key``: an operator's, where gateways are given API keys.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Cluster:
         self.gateways: dict[str, Process] = {}
         self.executors: list[Process] = []
         self._model, self._api_key = model, api_key
-        # Network namespaces of its own: nobody else can reach them.
+        # Network namespaces of its own: no other process can reach them.
         plaintext = () if address == _LOOPBACK else ("--plaintext",)
         security, costs = (self._make_keys(), self._host_memory()) if as_shipped else (plaintext, ("--no-profile",))
         invented = () if simulate is None else ("--simulate", f"--simulate-step={simulate}")
@@ -208,7 +209,7 @@ class Cluster:
         endpoint: str | None = None,
         environment: dict[str, str] | None = None,
     ) -> Process:
-        """Start one; ``prefix``: what goes in front of its command."""
+        """Start one; ``prefix``: arguments in front of its command."""
         own = [f"--scheduler={endpoint or self.endpoint}", f"--executor-id={name}", "--threads=1"]
         command = [*prefix, *self._command(EXECUTOR, [*own, *self._executor_options, *options])]
         process = Process(name, command, self.folder, environment)
@@ -224,7 +225,7 @@ class Cluster:
         return scrape(self.able(), key=self._api_key)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric's samples, of those that have these labels."""
+        """Sum of a metric's samples that have these labels."""
         return total(self.scrape(), name, **labels)
 
     def members(self) -> dict[str, dict[str, Any]]:
@@ -256,7 +257,7 @@ class Cluster:
             process.close()
 
     def able(self) -> str:
-        """Where a gateway is that neither has ended nor hangs."""
+        """The URL of a gateway that neither has ended nor is stopped."""
         able = [name for name, process in self.gateways.items() if process.exit_code is None and not process.frozen]
         return self.urls[able[0]] if able else self.url
 
@@ -270,7 +271,7 @@ class Cluster:
         return (f"--keys={folder}",)
 
     def _host_memory(self) -> tuple[str, ...]:
-        # Not /dev/shm: what executors that are killed leave there would stay.
+        # Not /dev/shm: memory of killed executors would stay there.
         folder = self.folder / "memory"
         folder.mkdir(exist_ok=True)
         return f"--host-memory={HOST_MEMORY}", f"--host-memory-dir={folder}", "--verify-copies"
@@ -306,9 +307,9 @@ def wait_until(
 
 
 class Served:
-    """A running ``pagewise serve`` that has said that it serves; ``output`` collects every line it prints.
+    """A running ``pagewise serve`` that has printed that it serves; ``output`` collects every line it prints.
 
-    ``url`` is where clients send requests: that of the gateways, ``gateway_url``, or of a proxy in front of them.
+    ``url`` is where clients send requests: the URL of the gateways, ``gateway_url``, or of a proxy in front of them.
     """
 
     def __init__(self, *arguments: str, ready_seconds: float = 240.0) -> None:
@@ -368,7 +369,7 @@ class Served:
             time.sleep(0.05)
 
     def press_ctrl_c(self) -> None:
-        """Do what a terminal does: tell the whole process group."""
+        """Send the interrupt to the whole process group, as a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     def interrupt(self) -> int:

@@ -1,4 +1,4 @@
-"""What every result file says beside its numbers: the commit, the command and the machine."""
+"""The facts in every result file beside its numbers: the commit, the command and the machine."""
 
 import argparse
 import functools
@@ -17,11 +17,11 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def record_file(name: str) -> str:
-    """What ``--json`` may name. The results that are kept belong to a commit, which is looked at before the run: with
-    changes that are not committed, the numbers go to a file elsewhere.
+    """Return the argument of ``--json``. The kept results belong to a commit, so the tree is checked before the run: if
+    it has uncommitted changes, the numbers must be written to a file elsewhere.
 
     Raises:
-        argparse.ArgumentTypeError: the file is one of those, and there are such changes.
+        argparse.ArgumentTypeError: the file is one of the kept results, and there are such changes.
     """
     if Path(name).resolve().is_relative_to(_ROOT / "benchmarks" / "results") and _is_changed():
         raise argparse.ArgumentTypeError("results are of a commit, and there are changes: commit, or write elsewhere")
@@ -29,10 +29,11 @@ def record_file(name: str) -> str:
 
 
 def write_record(path: str, numbers: dict[str, Any], *, command: str | None = None, **machine: str | int) -> None:
-    """Write ``numbers`` to a JSON file, which is never there in part: whoever writes after each row may be killed.
+    """Write ``numbers`` to a JSON file, which is never there in part: a benchmark that writes after each row may be
+    killed.
 
-    ``command``: what has measured them, if not the module that runs. ``machine``: what else to say of it, the device
-    for instance.
+    ``command``: the command that has measured them, by default the module that runs. ``machine``: more facts about it,
+    the device for instance.
     """
     record = {
         "commit": _commit(),
@@ -45,7 +46,7 @@ def write_record(path: str, numbers: dict[str, Any], *, command: str | None = No
     written.replace(path)
 
 
-@functools.cache  # for the life of a process: what it runs does not change
+@functools.cache  # for the life of a process: its code does not change
 def _commit() -> str:
     if (named := os.environ.get(COMMIT_VARIABLE)) is not None:
         return named
@@ -59,7 +60,7 @@ def _command() -> str:
 
 
 def _is_changed() -> bool:
-    """Whether what runs differs from the commit. Results and documents do not run."""
+    """Whether the code differs from the commit. Results and documents are no code."""
     ours = ("--", ":/", ":/!benchmarks/results", ":/!docs")
     return bool(_output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no", *ours))
 

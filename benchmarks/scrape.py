@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows."""
+"""Reads the metrics of ``/metrics``."""
 
 import re
 import urllib.request
@@ -21,7 +21,7 @@ def scrape(url: str, seconds: float = 30.0, key: str = "") -> list[Sample]:
 
 
 def parse_metrics(text: str) -> list[Sample]:
-    """The samples in Prometheus' text format, those of Pagewise."""
+    """The samples of Pagewise in Prometheus' text format."""
     found = re.findall(r"^pagewise_(\w+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
     return [Sample(name, labels, float(value)) for name, labels, value in found]
 

@@ -1,4 +1,4 @@
-"""A short table of what the GPU benchmarks have written: ours, the best peer, and the bar.
+"""A short table of the GPU benchmarks' results: ours, the best peer, and the bar.
 
 python -m benchmarks.summary benchmarks/results/kernels-gpu.json benchmarks/results/engine-gpu.json
 """

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from msgspec import NODEFAULT, Meta, Struct
 from msgspec.structs import fields
 from pagewise_shared.protocol import messages
+from pagewise_shared.protocol.base import Message
 from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
-from pagewise_shared.protocol.messages import Message
 
 DIRECTIONS: dict[str, tuple[type[Struct], ...]] = {
     "from_executor": get_args(messages.FromExecutor),

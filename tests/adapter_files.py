@@ -1,4 +1,4 @@
-"""Folders of adapters without torch: what matters in them is their names, shapes and bytes."""
+"""Folders of adapters without torch: only their names, shapes and bytes matter."""
 
 import json
 from pathlib import Path

@@ -3,8 +3,8 @@
     python -m tests.causal_lm_tables [--check]
 
 It tries a tiny model of each family without weights, as an executor does before it reads any, and loads a rank's part
-of those that are served, which takes two minutes. The long tests of tests/executor/models/test_every_causal_lm.py
-compare the tokens of each family that is served, and tests/executor/ranks/test_every_family.py those of two ranks.
+of the served ones, which takes two minutes. The long tests of tests/executor/models/test_every_causal_lm.py compare the
+tokens of each family that is served, and tests/executor/ranks/test_every_family.py the tokens of two ranks.
 """
 
 import argparse
@@ -70,7 +70,7 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek V3, R1": ("deepseek_v3", _sizes(61, 7168, 128, 128) | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
     "Kimi K2": ("deepseek_v3", _sizes(61, 7168, 64, 64) | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}),
 }
-"""Families and sizes of well-known models, by their config.json; what is not here has no effect on the memory of a
+"""Families and sizes of well-known models, by their config.json; other settings have no effect on the memory of a
 token, and is the default of transformers."""
 
 

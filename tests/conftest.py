@@ -1,6 +1,6 @@
 """For all tests: how kernels and CPU threads run. Each folder has its own builders and fakes.
 
-With a GPU the kernels run there, so tests that take the ``device`` count as ``gpu`` tests, and those that need the
+With a GPU the kernels run there, so tests that take the ``device`` count as ``gpu`` tests, and tests that need the
 interpreter, marked ``interpreted``, are skipped.
 """
 
@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-# How long an example takes says more about what else the machine does than about the example.
+# The time of an example depends more on other work of the machine than on the example.
 hypothesis.settings.register_profile("pagewise", deadline=None)
 hypothesis.settings.load_profile("pagewise")
 
@@ -36,7 +36,8 @@ PROCESSES = {"abuse", "agents", "benchmarks", "chaos", "cli", "compose", "e2e", 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell apart what runs on the GPU, if there is one, and put files in an order in which several workers run them."""
+    """Mark the tests that run on the GPU, if there is one, and put files in an order in which several workers run
+    them."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         interleave(items)
     if not torch.cuda.is_available():
@@ -64,7 +65,7 @@ def interleave(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported, a million objects, out of the garbage collector, which many tests run."""
+    """Keep imported objects, a million, out of the garbage collector, which many tests run."""
     gc.collect()
     gc.freeze()
 

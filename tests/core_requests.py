@@ -11,7 +11,7 @@ from pagewise_shared.sampling import SamplingParams
 
 
 def make_request(name: str, prompt: Iterable[int], max_tokens: int, sampling: SamplingParams, **fields: Any) -> Request:
-    """A request; ``fields`` are its own, or those of its parameters."""
+    """A request; ``fields`` are its own fields, or fields of its parameters."""
     params = {field: fields.pop(field) for field in RequestParams.__struct_fields__ if field in fields}
     return Request(name, array("i", prompt), max_tokens, RequestParams(sampling, **params), **fields)
 

@@ -7,7 +7,7 @@ from pagewise_kernels.cpu.library import LibraryMissingError, load_library
 
 
 def auto_kernels() -> str:
-    """What ``--kernels auto`` chooses on the CPU for the models of the tests."""
+    """The choice of ``--kernels auto`` on the CPU for the models of the tests."""
     try:
         load_library()
     except LibraryMissingError:
@@ -16,7 +16,7 @@ def auto_kernels() -> str:
 
 
 def need_cpu_kernels() -> None:
-    """Skip a test where the library has not been built: ``make setup`` says so if it could not."""
+    """Skip a test where the library has not been built: ``make setup`` reports that if it could not."""
     try:
         load_library()
     except LibraryMissingError as error:

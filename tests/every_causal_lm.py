@@ -164,8 +164,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 FEW = ("bloom", "deepseek_v3", "falcon", "gpt_oss", "granitemoe", "jamba", "llama4_text", "ministral", "olmo2", "opt")
-"""Families that stand for all, of which the rest is tried in long tests: some are served, each of the others is refused
-for another reason."""
+"""Families that represent all, of which long tests cover the rest: some are served, each of the others is refused for
+another reason."""
 PARAMETERS = 3_000_000
 """More than a tiny model has."""
 
@@ -183,7 +183,7 @@ def tiny_config(kind: str) -> transformers.PreTrainedConfig:
 
 
 def tiny_settings(config: type[transformers.PreTrainedConfig], sizes: Mapping[str, Any] = _SIZES) -> dict[str, Any]:
-    """Settings that make a configuration tiny, with those of its parts."""
+    """Settings that make a configuration tiny, its parts included."""
     own = OVERRIDES.get(config.model_type, {})
     names = {field.name for field in fields(config)} | set(config.attribute_map)
     found: dict[str, Any] = {name: value for name, value in sizes.items() if name in names}
@@ -200,7 +200,7 @@ def tiny_settings(config: type[transformers.PreTrainedConfig], sizes: Mapping[st
 
 
 def build_tiny(config: transformers.PreTrainedConfig, path: Path) -> transformers.PreTrainedModel:
-    """Save a random model of this configuration, with weights so large that attention decides what comes next.
+    """Save a random model of this configuration, with weights so large that attention decides the next token.
 
     Of Gemma 3n, whose image encoder is made by another library (timm), this is the text part, saved as of the whole.
     """

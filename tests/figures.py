@@ -1,4 +1,4 @@
-"""What a figure of matplotlib looks like: which of its texts are drawn, and whether one is drawn over another."""
+"""The look of a figure of matplotlib: its drawn texts, and whether one is drawn over another."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def overlapping(figure: Figure) -> list[tuple[str, str]]:
 
 @contextmanager
 def saved_figures() -> Iterator[list[Figure]]:
-    """Collects the figures that are saved meanwhile, before whoever has drawn them closes them."""
+    """Collects the figures that are saved meanwhile, before the code that has drawn them closes them."""
     found: list[Figure] = []
     save: Callable[..., None] = Figure.savefig
 

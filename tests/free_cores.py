@@ -1,4 +1,4 @@
-"""What other processes leave of this machine, for bounds in seconds."""
+"""The share of this machine that other processes leave, for bounds in seconds."""
 
 import contextlib
 
@@ -16,17 +16,17 @@ class FreeCores:
         self._began = self._times()
 
     def share(self) -> float:
-        """The share of all cores, from 0.1 to 1, that no processes have used but this one and those it has started."""
+        """The share of all cores, from 0.1 to 1, that no processes have used but this one and its children."""
         total, idle, own = (now - before for now, before in zip(self._times(), self._began, strict=True))
         return max(0.1, min(1.0, (idle + own) / total)) if total else 1.0
 
     @staticmethod
     def _times() -> tuple[float, float, float]:
-        """Seconds of all cores: all, idle ones, and those of this process and its descendants."""
+        """Seconds of all cores: in total, of idle ones, and of this process and its descendants."""
         cpu, own = psutil.cpu_times(), 0.0
         this = psutil.Process()
         for process in (this, *this.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                own += sum(process.cpu_times()[:4])  # with those of children that have ended
+                own += sum(process.cpu_times()[:4])  # with the times of children that have ended
         # The time of guests is part of the users'.
         return sum(cpu) - getattr(cpu, "guest", 0.0) - getattr(cpu, "guest_nice", 0.0), cpu.idle + cpu.iowait, own

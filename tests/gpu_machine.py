@@ -24,7 +24,7 @@ THERE = {
     "packaging", "peft", "prometheus-client", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "safetensors",
     "tokenizers", "torch", "tqdm", "transformers", "triton", "uvloop", "xxhash",
 }  # fmt: skip
-"""What such a machine has of the packages that ``make setup`` installs by name."""
+"""Such a machine's packages among the ones that ``make setup`` installs by name."""
 
 
 def _wanted() -> Iterator[str]:

@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 
 class _Patched:
-    """Stands for the patches of one launch, which stay."""
+    """Replaces the patches of one launch, which stay."""
 
     def restore(self) -> None:
         """Nothing is put back: all kernels of this process are interpreted."""

@@ -22,14 +22,14 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """PEFT uses what is deprecated in transformers, and looks for the base model on the hub."""
+    """PEFT uses deprecated functions of transformers, and looks for the base model on the hub."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def build_adapter(model: Path, path: Path, seed: int = 1, **settings: Any) -> Path:
-    """Save an adapter of a model, whose weights change what the model says. ``settings``: of its configuration."""
+    """Save an adapter of a model, whose weights change the model's outputs. ``settings``: of its configuration."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
     torch.manual_seed(seed)
     config = {"r": 4, "lora_alpha": 8, "target_modules": ALL, "task_type": "CAUSAL_LM"} | settings

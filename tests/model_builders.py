@@ -357,7 +357,7 @@ def need_states() -> None:
 
 
 def build_model(family: str, path: Path, seed: int = 0, **more: object) -> transformers.PreTrainedModel:
-    """Save a model of ``family`` under ``path`` (weights large enough that attention decides what comes next).
+    """Save a model of ``family`` under ``path`` (weights large enough that attention decides the next token).
 
     ``more``: settings of its configuration that differ from the family's. Skips the test where transformers is too old
     for the family.

@@ -13,7 +13,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 @dataclass
 class SpanReport:
-    """One span. Ids are hex, times seconds of the wall clock; ``service``: what has made it, or whom it is about."""
+    """One span. Ids are hex, times seconds of the wall clock; ``service``: the process that has made it, or its
+    subject."""
 
     name: str
     service: str
@@ -30,7 +31,7 @@ class SpanReport:
 
 @dataclass
 class Collector:
-    """What has come. ``paths``: of the requests; ``refuses``: it answers with an error, and keeps nothing."""
+    """Received spans. ``paths``: of the requests; ``refuses``: it answers with an error, and keeps nothing."""
 
     url: str = ""
     spans: list[SpanReport] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Collector:
         return [span for span in self.spans if span.trace == trace]
 
     def wait(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
-        """Wait until what is to come has come."""
+        """Wait until the condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, [(span.service, span.name) for span in self.spans]

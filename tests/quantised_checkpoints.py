@@ -1,4 +1,4 @@
-"""Quantised checkpoints as they lie on disk, made by hand of tiny models, and what they should compute."""
+"""Quantised checkpoints on disk, made by hand of tiny models, and their expected results."""
 
 import json
 from collections.abc import Sequence
@@ -172,7 +172,7 @@ def rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def build_quantised(form: Form, path: Path, family: str = "llama", **settings: Any) -> transformers.PreTrainedModel:
-    """Save a quantised model under ``path``; return what it should compute."""
+    """Save a quantised model under ``path``; return a model with the expected results."""
     model = build_model(family, path, **settings)
     tensors = safetensors.torch.load_file(path / "model.safetensors")
     for name, module in list(model.named_modules()):
@@ -201,7 +201,7 @@ def edit_config(path: Path, **values: object) -> None:
 
 
 def check_layers(loaded: LoadedModel, oracle: Any, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-    """The fused linear layers compute what their parts should, side by side."""
+    """The fused linear layers compute the expected results of their parts, side by side."""
     layers = [module for module in loaded.model.modules() if isinstance(module, FusedDecoderLayer)]
     assert len(layers) == len(oracle.model.layers) >= 1
     generator = torch.Generator().manual_seed(1)

@@ -12,7 +12,7 @@ import pytest
 from fakeredis import TcpFakeServer
 
 Start = Callable[..., Callable[[], None]]
-"""Starts a server on a port, with options; returns what stops it."""
+"""Starts a server on a port, with options; returns a function that stops it."""
 
 
 def wait_for(port: int) -> None:

@@ -1,4 +1,4 @@
-"""A tiny model of random weights with a tokenizer, and what structured output is tested with."""
+"""A tiny model of random weights with a tokenizer, and helpers for tests of structured output."""
 
 import json
 import random
@@ -60,13 +60,13 @@ def build_structured_model(path: Path, seed: int = 0, family: str = "llama") -> 
 
 
 def text_of(path: Path, tokens: Sequence[int]) -> str:
-    """The text of tokens, without those that are special."""
+    """The text of tokens, except special ones."""
     backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     return backend.decode(list(tokens), skip_special_tokens=True)
 
 
 class Reference:
-    """What a grammar allows, found one token at a time by a matcher of its own."""
+    """The tokens that a grammar allows, found one at a time by a matcher of its own."""
 
     def __init__(self, path: Path, grammar: str, vocab_size: int = VOCAB_SIZE) -> None:
         self.tokenizer: LLTokenizer = load_tokenizer(path, vocab_size)
@@ -81,16 +81,16 @@ class Reference:
         return np.flatnonzero(bits[: self._vocab_size]).tolist()
 
     def holds(self, output: Sequence[int]) -> bool:
-        """Whether each token of this output was allowed where it stands."""
+        """Whether each token of this output was allowed at its place."""
         return all(token in self.allowed(output[:number]) for number, token in enumerate(output))
 
     def prefix_allowed(self, num_prompt_tokens: int) -> Callable[[int, Any], list[int]]:
-        """What transformers takes as ``prefix_allowed_tokens_fn``."""
+        """A function for ``prefix_allowed_tokens_fn`` of transformers."""
         return lambda _, ids: self.allowed(ids[num_prompt_tokens:].tolist())
 
 
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A schema of what llguidance honours, whose texts are mostly short."""
+    """A schema of keywords that llguidance supports, whose texts are mostly short."""
     kinds = ["integer", "string", "enum", "boolean", "null", "const"]
     if depth:
         kinds += ["object", "object", "array", "anyOf", "ref"]

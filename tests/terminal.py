@@ -1,4 +1,4 @@
-"""A pseudo-terminal of the kernel, for what is shown full-screen; nothing but the standard library.
+"""A pseudo-terminal of the kernel, for full-screen programs; nothing but the standard library.
 
     python terminal.py TEXT COMMAND...
 
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 
 class Terminal:
-    """A process in a terminal of 120 columns and 40 lines; ``written``: what it has written so far."""
+    """A process in a terminal of 120 columns and 40 lines; ``written``: its output so far."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.written = bytearray()
@@ -41,7 +41,7 @@ class Terminal:
         os.write(self._main, keys)
 
     def read_until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
-        """Read what is written, as a terminal does: a process whose output nobody reads stops."""
+        """Read the output, as a terminal does: a process stops if its output is not read."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.written[-2000:]

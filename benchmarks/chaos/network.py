@@ -1,7 +1,7 @@
 """A network namespace that executors run in, whose packets can be dropped.
 
 By iptables, nft, or netem of tc, whichever this machine has. Where it has none of them, packets are sent to a hardware
-address that nobody has: all of them or none.
+address that no device has: all of them or none.
 """
 
 import contextlib

@@ -34,10 +34,11 @@ class Compiled:
 
     ``mma``: how it multiplies matrices ("wgmma", "mma" or nothing). ``imprecise``: how many products of float8 tensor
     cores may sum up before the sum continues in float32. ``loops``: instructions of its innermost loops in the order of
-    the code, None where they were not asked for (the disassembler takes 0.4 s per kernel). ``too_early``: what it does
-    before it waits for the kernel before it, in PTX, and in machine code where that is read; None if it does not begin
-    early. ``lets_next``: it lets the next one begin early. Of the loops with ``wgmma``, where ``loops`` were asked for:
-    ``hidden``, for each of them, see ``hidden_exponentials``; ``reloaded``, how often a thread reads spilled registers.
+    the code, None where they were not asked for (the disassembler takes 0.4 s per kernel). ``too_early``: its
+    instructions before it waits for the kernel before it, in PTX, and in machine code where that is read; None if it
+    does not begin early. ``lets_next``: it lets the next one begin early. Of the loops with ``wgmma``, where ``loops``
+    were asked for: ``hidden``, for each of them, see ``hidden_exponentials``; ``reloaded``, how often a thread reads
+    spilled registers.
     """
 
     case: str

@@ -1,12 +1,12 @@
-"""What a step of a model costs on the CPU: decodes, a prefill, and decodes that share a prefix, on several kernels.
+"""The time of a model's step on the CPU: decodes, a prefill, and decodes that share a prefix, on several kernels.
 
     python -m benchmarks.cpu_steps.run
     python -m benchmarks.cpu_steps.run --kernels torch cpu cpu+int8 cpu+bfloat16 --json FILE
     python -m benchmarks.cpu_steps.run --kernels torch torch+mmu cpu
 
 Each kind of kernels has a process of its own, which runs a Llama of 49M parameters on a model runner without a
-scheduler. The processes take turns. CPU milliseconds are those of the whole process; every number is the median and the
-least of the rounds. Other work on the machine makes these numbers larger, so kernels are compared within one run.
+scheduler. The processes take turns. CPU milliseconds are of the whole process; every number is the median and the least
+of the rounds. Other work on the machine makes these numbers larger, so kernels are compared within one run.
 """
 
 import argparse

@@ -6,8 +6,9 @@
 
 Each setting of the OpenMP runtime has a process of its own, which runs decode steps of 16 sequences on a model runner,
 without a scheduler. The processes take turns, and every number is a median over the rounds. On a machine that others
-use too, a run waits for a quiet moment, but not forever, and with ``--first`` (for root) it goes before the others. The
-CPU time that others got during a run is written beside it; if enough runs were quiet, the medians are of these alone.
+use too, a run waits for a quiet moment, but not forever, and with ``--first`` (for root) it has priority over the
+others. The CPU time that others got during a run is written beside it; if enough runs were quiet, the medians are of
+these alone.
 """
 
 import argparse

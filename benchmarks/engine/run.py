@@ -4,12 +4,12 @@
 
 Models have the shapes of real ones and random weights. Decode at batch 1, 64 and 256 with 1k of context, prefill of 4k
 and 32k, and a mix with ShareGPT lengths; transformers' ``generate`` and ``generate_batch`` with the same prompts in the
-same run, and vLLM where it is installed. The limit of a decode step is what reading weights and KV once takes at the
+same run, and vLLM where it is installed. The limit of a decode step is the time to read weights and KV once at the
 bandwidth of a copy measured in the same run. ``--smoke`` runs a tiny model, in the interpreter too, to see that all
 works.
 
-Ours go first, and each result is written at once. The others have a process and a deadline each, so that one that
-hangs, or a run that is cut off, costs only what is missing.
+Ours run first, and each result is written at once. The others have a process and a deadline each, so that one that is
+stuck, or a run that is cut off, costs only the missing results.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def build(name: str, path: Path, device: str) -> None:
 
 
 def prompts(work: Work, vocab_size: int, call: int) -> list[list[int]]:
-    """Other ones for each call, so that nobody finds the prompts of the first in a cache."""
+    """Other prompts for each call, so that no engine finds them in a cache."""
     rng = random.Random(f"{work.name} {call}")
     return [[rng.randrange(3, vocab_size) for _ in range(length)] for length, _ in work.lengths]
 
@@ -293,7 +293,7 @@ def apart(contender: Callable[[], Iterator[Row]], seconds: float) -> Iterator[Ro
     except EOFError:  # it is done
         pass
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it has made no group yet, or nobody is left
+        with contextlib.suppress(ProcessLookupError):  # it has made no group yet, or the group has ended
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()
@@ -310,7 +310,7 @@ def send_rows(contender: Callable[[], Iterator[Row]], sender: Connection) -> Non
 
 
 def tidy() -> None:
-    """Give back what the last model held on the device."""
+    """Free the last model's memory on the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -362,7 +362,7 @@ def main() -> None:
 
 
 def save(path: str | None, rows: list[Row], copy_rate: float) -> None:
-    """Write what has been measured so far."""
+    """Write the results so far."""
     if path is None:
         return
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -1,8 +1,8 @@
-"""How much of a trace the prefix cache saves, by its size and by what is evicted first.
+"""How much of a trace the prefix cache saves, by its size and by the order of eviction.
 
 Three traces on the real scheduler core, one request at a time, so that the whole pool is cache: LRU, the cost-aware
 policy (which knows nothing of the future) and Belady's optimum (which knows it all). The sessions of the agentic trace
-run side by side as they were recorded; there the cost-aware policy is replayed once more without being told which
+run side by side as they were recorded; there the cost-aware policy is replayed once more without the knowledge which
 answers called a tool. Prints a table and, with ``--json`` and ``--plot``, writes it. With ``--jobs``, replays run side
 by side; their times then say less.
 """

@@ -19,11 +19,11 @@ ROOMS = (".", "shared", "kernels", "services/scheduler", "services/executor", "s
 
 
 class Step(NamedTuple):
-    """One process, ``python -m`` with these arguments, which writes its rows to a file of its own as it goes.
+    """One process, ``python -m`` with these arguments, which writes each row at once to a file of its own.
 
     ``seconds``: after which it is ended. ``record``: the option that names the file. ``needs``: modules without which
     it is left out. ``waits``: it begins when the memory of the device is free again, because its processes size their
-    pools by what is free; the wait is part of its seconds.
+    pools by the free memory; the wait is part of its seconds.
     """
 
     name: str

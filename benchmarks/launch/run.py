@@ -6,10 +6,10 @@
 A model runner computes steps of a Llama on a fake of CUDA's driver, which records launches and computes nothing (see
 ``fake_driver``). Linear layers, which a library of the device would compute, only make their results. Each step is
 measured with Triton's own launches and with the handles of compiled kernels, in turns; every number is the median of
-CPU time of one thread. **Nothing of this is the time of a device.** What PyTorch computes itself (embeddings, the last
-norm, rotations' angles, additions) is in the time of a step, and computed by the CPU here. Each step is also measured
-as with a CUDA graph, whose replay does nothing here: what is left is what the host does around it, but for the copies
-to the device, which are counted.
+CPU time of one thread. **Nothing of this is the time of a device.** PyTorch's own operations (embeddings, the last
+norm, rotations' angles, additions) are in the time of a step, and computed by the CPU here. Each step is also measured
+as with a CUDA graph, whose replay does nothing here: the remainder is the host's work around it, but for the copies to
+the device, which are counted.
 """
 
 import argparse

@@ -3,8 +3,8 @@
 The real scheduler core, one request at a time, so that the whole memory is cache, as in ``benchmarks.eviction.run``.
 Each size of memory is given by the tokens that full tables hold in it. Groups have the same number of GiB, or so few
 that the longest sequence has the same number of tokens. In a further size, both have host memory besides. Without a
-limit, no block is evicted. Groups then find less only where a prompt leaves the path of an earlier one and no snapshot
-lies there; this is replayed with fewer snapshots, too.
+limit, no block is evicted. Groups then find less only where a prompt leaves the path of an earlier one and has no
+snapshot there; this is replayed with fewer snapshots, too.
 """
 
 import argparse

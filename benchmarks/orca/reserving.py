@@ -79,7 +79,7 @@ class BuddyAllocator:
 
 @dataclass(slots=True)
 class _Reserved(CachedPrefix):
-    """Nothing is ever cached; ``cache_salt`` says whose reservation is asked for."""
+    """No block is ever cached; ``cache_salt`` names the sequence of the reservation."""
 
     cache_salt: str | None = None
 
@@ -87,8 +87,8 @@ class _Reserved(CachedPrefix):
 class ReservingKVManager(KVCacheManager):
     """Admits a sequence only if one piece holds all that is reserved for it.
 
-    ``reservations``: slots by the sequence's ``cache_salt``, of which it has one of its own. ``pieces``: those that are
-    held. The block tables beneath are bookkeeping: there are always blocks enough.
+    ``reservations``: slots by the sequence's ``cache_salt``, of which it has one of its own. ``pieces``: the pieces in
+    use. The block tables beneath are bookkeeping: there are always blocks enough.
     """
 
     def __init__(self, num_slots: int, block_size: int, longest: int) -> None:
@@ -128,7 +128,8 @@ def scheduler_over(kv: KVCacheManager, **options: Any) -> scheduler.Scheduler:
 
 
 def reserved_slots(kind: Reservation, num_prompt_tokens: int, num_output_tokens: int, max_model_len: int) -> int:
-    """What Orca reserves: the longest possible, the output rounded up to a power of two, or what will be needed."""
+    """The slots that Orca reserves: the longest possible, the output rounded up to a power of two, or the exact
+    need."""
     if kind == "max":
         return max_model_len
     if kind == "pow2":

@@ -1,4 +1,4 @@
-"""The experiment of the vLLM paper: what KV memory holds under Orca's three reservations, and under paging.
+"""The experiment of the vLLM paper: the content of KV memory under Orca's three reservations, and under paging.
 
 The same scheduler, the same requests (ShareGPT lengths), the same modelled device; only the memory manager differs.
 While requests wait, KV memory is sampled and divided into token states, slots reserved for tokens that will come,
@@ -41,7 +41,7 @@ PAPER = {
 
 
 class Watch:
-    """Adds up what KV memory holds, whenever somebody waits."""
+    """Adds up the content of KV memory, whenever a request waits."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.parts: Counter[str] = Counter()
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 SHOWN = (*PARTS[:3], "free, or lost to the buddy allocator", "free")
-"""What the figure tells apart: free blocks are not fragmentation where any of them can be used."""
+"""The parts that the figure distinguishes: free blocks are not fragmentation where any of them can be used."""
 COLOURS = ("tab:blue", "lightskyblue", "tab:orange", "lightgrey", "white")
 
 

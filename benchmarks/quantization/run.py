@@ -1,4 +1,4 @@
-"""What ``--quantization`` and ``--dtype bfloat16`` change: next-token distributions, beside those in float32.
+"""The effect of ``--quantization`` and ``--dtype bfloat16`` on next-token distributions, compared with float32.
 
     python -m benchmarks.quantization.run [--model FOLDER] [--only NAME ...] [--json FILE]
 
@@ -29,7 +29,7 @@ _LENGTH, _NEW = 512, 64
 
 
 class _Unpacked(torch.nn.Module):
-    """What a layer in eight bits computes, from weights that are made float32 once."""
+    """Computes a layer in eight bits from weights that are made float32 once."""
 
     def __init__(self, linear: QuantisedLinear, inputs: Inputs) -> None:
         super().__init__()

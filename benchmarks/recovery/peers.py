@@ -33,7 +33,7 @@ def measure(path: Path, tokens: int, repeats: int) -> dict[str, Any]:
     for bench in (holder, fetcher):
         info = bench.runner.info
         own = Peer(info.block_endpoint, info.block_format, bench.scheduler, lambda: None)
-        bench.scheduler.recoveries.join(directory, own)
+        bench.scheduler.recoveries.planner.join(directory, own)
     prompt = prompt_of(tokens)
     holder.first_token(prompt, "cold")
     row, _ = timed(fetcher, prompt, repeats, f"{tokens} tokens")

@@ -181,7 +181,7 @@ def timed(
     for repeat in tqdm(range(repeats + 1), desc=about, unit=" rounds", disable=None):
         for mode in MODES:
             bench.push_out()
-            bench.scheduler.recoveries.policy.mode = mode
+            bench.scheduler.recoveries.planner.policy.mode = mode
             bench.recoveries.clear()
             took = bench.first_token(prompt, f"{mode}{repeat}")
             if repeat:

@@ -1,9 +1,9 @@
-"""What it costs a gateway to look for text that prompts repeat.
+"""The cost of a gateway's search for text that prompts repeat.
 
 First the search alone, in this process: prompts that are new, and prompts that repeat others at another offset, beside
 tokenizing a text of as many tokens. Then a real gateway, which answers one request after the other, with an executor
-behind it that invents its tokens: the CPU time of the gateway for each request, and what of it was the search. Prints
-tables and, with ``--json``, writes the numbers.
+behind it that invents its tokens: the CPU time of the gateway for each request, and the search's share. Prints tables
+and, with ``--json``, writes the numbers.
 """
 
 import argparse
@@ -85,13 +85,13 @@ class Timed(NamedTuple):
     search_time: Path
 
     def cpu_seconds(self) -> tuple[float, float]:
-        """CPU time of all its threads, and what of it was the search. ``/proc/PID/stat`` has ticks of 10 ms only."""
+        """CPU time of all its threads, and of the search alone. ``/proc/PID/stat`` has ticks of 10 ms only."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
         everything = sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
         return everything, float(self.search_time.read_text() or 0.0)
 
     def idle(self) -> tuple[float, float]:
-        """The same, once what has been waiting has been searched."""
+        """The same, once all waiting prompts have been searched."""
         before, now = -1.0, self.cpu_seconds()
         while now[1] != before:
             before = now[1]

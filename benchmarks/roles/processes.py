@@ -1,8 +1,8 @@
 """Prefill and decode apart by real processes: two CPU executors for both, beside one for each.
 
-Long prompts that nobody has cached come at random times, and each is answered with some dozens of tokens. Both clusters
-are up at once and take turns; every number is a median over the rounds. A round has prompts of its own, so that none
-finds the cache of the one before.
+Long prompts that no executor has cached come at random times, and each is answered with some dozens of tokens. Both
+clusters are up at once and take turns; every number is a median over the rounds. A round has prompts of its own, so
+that none finds the cache of the one before.
 
     python -m benchmarks.roles.processes --json benchmarks/results/roles-cpu.json
 """
@@ -38,7 +38,7 @@ class Shape:
 
 
 def start(cluster: Cluster, roles: tuple[str, ...]) -> None:
-    """The cluster with one executor for each role, which has measured what steps take."""
+    """The cluster with one executor for each role, which has measured the time of steps."""
     cluster.start()
     for number, role in enumerate(roles):
         cluster.start_executor(f"{role}-{number}", f"--role={role}", "--profile", "--num-blocks=4096")

@@ -1,4 +1,4 @@
-"""Eight executors that prefill and decode, or some for prompts and the others for what comes after: when that pays.
+"""Eight executors that prefill and decode, or some for prompts and the others for decoding: when that pays.
 
 Real scheduler cores, routing and moves under a virtual clock, a modelled Llama 3 8B, chunked prefill everywhere. The
 beginning of each trace comes at several speeds to fleets of equal hardware: all executors for both, also with small
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[Role, ...]] = {
     "4:4": ("prefill",) * 4 + ("decode",) * 4,
     "6:2": ("prefill",) * 6 + ("decode",) * 2,
 }
-BLOCK_SIZE = 64  # what the traces repeat is a multiple of it
+BLOCK_SIZE = 64  # the traces repeat multiples of it
 TOKENS = 500_000
 CHUNK, SMALL_CHUNK = 2048, 512
 LINK, FAST_LINK = 10.0, 50.0

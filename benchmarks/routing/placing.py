@@ -57,7 +57,7 @@ def measure(policy: RoutingName, executors: int, shared: bool, repeats: int) -> 
     directory = PrefixDirectory()
     for number, view in enumerate(views):
         own = Peer(f"executor-{number}", "format", view.scheduler, lambda: None)
-        view.scheduler.recoveries.join(directory, own)
+        view.scheduler.recoveries.planner.join(directory, own)
     taken = []
     placement: Placement | None = None
     for number in range(repeats):

@@ -173,8 +173,8 @@ async def _over_the_wire(wire: WireLoad) -> tuple[float, float]:
 
 
 async def _over_http(cluster: Cluster) -> tuple[float, float]:
-    """Ask the last gateway, which carries no load: a busy one answers seconds late, and what is counted meanwhile would
-    look as if it had cost no CPU time."""
+    """Ask the last gateway, which carries no load: a busy one answers seconds late, and tokens counted meanwhile would
+    look as if they had cost no CPU time."""
     samples = await asyncio.to_thread(scrape, list(cluster.urls.values())[-1])
     return total(samples, _TOKENS), total(samples, _STEPS)
 

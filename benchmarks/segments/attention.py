@@ -1,9 +1,9 @@
 """The results of a transformers model for a prompt whose documents were computed elsewhere, in one forward pass.
 
-There is a copy of a document's tokens for each computation of it: once where its KV comes from, behind a prefix of its
-own, and once for what is computed where it stands. The attention mask selects the copies that a token sees. RoPE knows
-distances only, so KV that is rotated to another position is KV that was computed at that position: nothing has to be
-rotated here. Gradients flow, so models can be trained with any of it.
+There is a copy of a document's tokens for each computation of it: once for its KV, behind a prefix of its own, and once
+at its own position in the prompt. The attention mask selects the copies that a token sees. RoPE knows distances only,
+so KV that is rotated to another position is KV that was computed at that position: nothing has to be rotated here.
+Gradients flow, so models can be trained with any of it.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pagewise_shared.segments import Segment
 
 Reuse = Literal["segments", "rotated", "copied", "left out"]
 """How the KV of documents is come by. ``segments``: as Pagewise does, behind the root. ``rotated``: it happened to be
-computed behind another prompt's prefix, and its K are rotated to where the document stands. ``copied``: the same, not
+computed behind another prompt's prefix, and its K are rotated to the document's position. ``copied``: the same, not
 rotated. ``left out``: no token attends to the documents."""
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.segments.quality --json benchmarks/results/segments-quality.json
 
 By transformers alone, with masks (``attention.py``): computed as a whole; as segments, by boundary; *rotated*: each
-document's KV was computed behind other tokens and its keys are rotated to where it stands; *copied*: the same, not
+document's KV was computed behind other tokens and its keys are rotated to its position; *copied*: the same, not
 rotated; *left out*: no token attends to the documents. The prompts are of the sources that the model was trained on:
 eight pieces of different modules and a text that continues one of them, or eight pieces of one module and the next.
 Each next token of the end is compared with the result of the whole prompt: Kullback-Leibler divergence, and whether the

@@ -5,7 +5,7 @@
 Questions of one hop, of two hops, and about *she* (``task.py``), to a model that was trained with full attention, and
 to one that was trained further with segments as well. Right answers are counted by how the KV of the documents is come
 by (``attention.py``): computed as a whole; as segments, by boundary; *rotated*: computed behind other documents, and
-its keys rotated to where it stands; *copied*: the same, not rotated; *left out*.
+its keys rotated to its position; *copied*: the same, not rotated; *left out*.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 Four documents of sentences between words that mean nothing; then questions, each with one answer:
 
 - *one hop*: "anna paris", in one document. Where is anna?
-- *two hops*: "anna paris" and "paris europe", in two documents, in either order. In what is anna?
+- *two hops*: "anna paris" and "paris europe", in two documents, in either order. On which continent is anna?
 - *reference*: "berta speaks", and in the next document "she rome". Where is berta? *She* is the last speaker.
 
 A model can follow two hops when it is asked, from documents that know nothing of each other. Who *she* is it can hardly
@@ -41,8 +41,8 @@ _QUESTION = 3
 
 
 class Shape(NamedTuple):
-    """``lengths``: tokens of a document, from and to. ``one``, ``two``: people of whom one hop or two are asked; of the
-    places of the former, one hop is asked too. ``references``: whether there are any, one less than documents."""
+    """``lengths``: tokens of a document, from and to. ``one``, ``two``: people of whom one hop or two are asked; one
+    hop is asked of the first people's places, too. ``references``: whether there are any, one less than documents."""
 
     lengths: tuple[int, int] = (16, 24)
     one: int = 3
@@ -52,7 +52,8 @@ class Shape(NamedTuple):
 
 FULL = Shape()
 LESSONS = (Shape((8, 10), 6, 0, references=False), FULL)
-"""What models are trained with, one after the other: matching names is learned much faster if nothing else is asked."""
+"""The shapes that models are trained with, in turn: models learn to match names much faster if that is the only
+task."""
 ROWS = (24, 24)
 """Prompts of a step of each lesson."""
 LEARNED = 0.85

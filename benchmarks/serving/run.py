@@ -87,7 +87,7 @@ def _row(rounds: list[tuple[int, Round]], start_seconds: float | None) -> Row:
 
 
 def report(results: list[dict[str, object]]) -> None:
-    """Print a table for each workload: rates, and those of the first contender over those of each."""
+    """Print a table for each workload: rates, and the first contender's rate over each contender's."""
     for result in results:
         rows: dict[str, Row] = result["rows"]  # type: ignore[assignment]
         first = next(iter(rows))

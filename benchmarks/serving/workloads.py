@@ -55,9 +55,9 @@ def workload(name: str, count: int, seed: int = 0, beside: str = "nothing") -> l
 
 
 def earlier(name: str, works: list[Work]) -> list[Work]:
-    """What is asked for, and answered, before the clock of such a workload starts: what they share is in use already,
-    as the system prompt of an application is. Without it, a cache that only knows what has been computed sees nothing,
-    because all requests come at once."""
+    """The requests that are answered before the clock of such a workload starts: their shared prompt is in use already,
+    as the system prompt of an application is. Otherwise a cache of computed prompts finds no hits, because all requests
+    come at once."""
     return [Work(works[0].prompt[:_SHARED] + [9] * 32, 1)] if name == "prefix" else []
 
 

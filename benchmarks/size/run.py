@@ -3,15 +3,15 @@
     python -m benchmarks.size.run [--commit COMMIT ...] [--list] [--json FILE]
 
 ``--commit``: checks these commits out beside the tree and measures them too, as columns of the same table.
-``--list``: prints the files on a chat's way. ``--json``: adds the columns to those that the file has.
+``--list``: prints the files on a chat's way. ``--json``: adds the columns to the file's.
 
 - lines: as ``wc -l`` counts them. complexity: branches, loops, handlers of exceptions, comprehensions, and operands of
-  ``and`` and ``or``, each function without those inside it.
+  ``and`` and ``or``, each function without its inner functions.
 - carriers of a prompt: classes with a field or an attribute that holds the tokens of a prompt.
 - files on a chat's way: product files in which a function is entered between a streamed chat request's way into the
   socket and the first byte of its answer, in any process. The first request of the processes does not count; of the
-  next ones those files do that each of them enters, so that timers do not count.
-- stand-in words: "what", "those", "told" and the like in docstrings and comments, where a noun would say more.
+  next ones, a file counts if each of them enters it, so that timers do not count.
+- stand-in words: vague pronouns and verbs in docstrings and comments, where a noun would be clearer.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _OTHER_TOKENS = re.compile(
     r"|core/(memory|tiers|routing)"
     r"|services/cli"
 )
-"""Files whose tokens are not those of a request's prompt: answers, drafts, reports, blocks."""
+"""Files whose tokens are not a request's prompt: answers, drafts, reports, blocks."""
 _OTHER_CLASSES = {
     "BlockDetails",
     "Draft",

@@ -56,8 +56,7 @@ class Life:
     def before_and_after(self, of: Callable[[Sample], float | None]) -> tuple[float, float]:
         """The least of something just after its memory has settled, and at the end of its life.
 
-        Memory that requests hold for a moment comes and goes; a leak raises the least. 0 if it is not known of any
-        sample.
+        Requests hold memory for a moment only; a leak raises the least. 0 if it is not known of any sample.
         """
         settled = self.samples[0].time + self.settles
         known = [(one.time, value) for one in self.samples if (value := of(one)) is not None]

@@ -1,7 +1,7 @@
 """``pagewise-executor`` that computes the model, and then draws the tokens of the texts in the file ``$TEXTS``.
 
 A request names its text by its seed; requests at temperature 0 get the tokens of the model. So steps take as long as
-with the model, while outputs repeat as real ones do, which those of a small model or of random weights would not.
+with the model, while outputs repeat as real ones do, which outputs of a small model or of random weights would not.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""The requests of the benchmark: a prompt, and the output that they get. Sources are those of the standard
-library of the Python that runs this, and Pagewise's own documents."""
+"""The requests of the benchmark: a prompt, and the output that they get. Sources come from the standard library of the
+Python that runs this, and Pagewise's own documents."""
 
 import random
 import re

@@ -3,8 +3,8 @@
     python -m benchmarks.start.setup [--rounds 2] [--uv uv] [--json FILE]
 
 Each turn copies the files of this checkout, makes a virtual environment there, and installs everything, the operations
-in C included. The first round starts with an empty cache of uv and of pip, the following ones find what it has left
-there, as on a machine that has set up another project with the same packages.
+in C included. The first round starts with an empty cache of uv and of pip, the following ones use the caches that it
+has filled, as on a machine that has set up another project with the same packages.
 """
 
 import argparse

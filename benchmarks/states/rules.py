@@ -1,6 +1,6 @@
 """Rules for where snapshots of states are taken: rules of other servers, fixed grids, and the rule of an oracle.
 
-Each is the product's memory with other places. The product's policy decides what is evicted.
+Each is the product's memory with other places. The product's policy decides the order of eviction.
 """
 
 from collections.abc import Callable, Iterable

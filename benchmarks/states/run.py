@@ -1,7 +1,7 @@
-"""Hit rates of hybrid models by the rule that says where snapshots of states are taken, at equal bytes.
+"""Hit rates of hybrid models by the rule that places snapshots of states, at equal bytes.
 
-The real scheduler core, one request at a time, so that the whole memory is cache. The product's rule runs beside those
-of other servers, fixed grids, and an oracle that knows where later requests of the trace begin (see ``rules``).
+The real scheduler core, one request at a time, so that the whole memory is cache. The product's rule runs beside the
+rules of other servers, fixed grids, and an oracle that knows where later requests of the trace begin (see ``rules``).
 """
 
 import argparse

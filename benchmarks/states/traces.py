@@ -96,7 +96,7 @@ class Future:
         return _next(self._begun.get(block, []), index)
 
     def next_use(self, block: int, index: int) -> int | None:
-        """The request behind ``index`` that has a block in what it begins with."""
+        """The request behind ``index`` whose prefix has a block."""
         return _next(self._used.get(block, []), index)
 
 

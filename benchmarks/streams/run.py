@@ -1,8 +1,8 @@
-"""Many streams at once: where gateways and the scheduler saturate, and what a token costs each of them.
+"""Many streams at once: where gateways and the scheduler saturate, and the cost of a token in each of them.
 
 Starts a scheduler, gateways and several simulated executors (they invent tokens and take no time) on loopback, opens N
 connections, asks for a stream on all of them at once, and reads. All processes share the cores of the machine, so CPU
-time per token says more than the throughput. Prints a table and, with ``--json``, writes the numbers.
+time per token is a better measure than the throughput. Prints a table and, with ``--json``, writes the numbers.
 """
 
 import argparse
@@ -30,7 +30,7 @@ CONNECTING = 200
 
 @dataclass
 class Load:
-    """What to ask for."""
+    """The load to request."""
 
     streams: list[int]
     gateways: int
@@ -133,7 +133,7 @@ class Usage:
 
 
 def usage(processes: list[psutil.Process]) -> Usage:
-    """What processes have used so far."""
+    """CPU time and memory of processes so far."""
     times = [process.cpu_times() for process in processes]
     return Usage(sum(one.user + one.system for one in times), sum(one.memory_info().rss for one in processes))
 

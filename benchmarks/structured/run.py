@@ -5,8 +5,8 @@
 
 Throughput: one model runner on the CPU computes the same requests of the bundled model, once for each share, in turns;
 requests join, their prompts are computed, and they decode, without a scheduler. The grammars are schemas whose texts
-are longer than what is decoded. Masks: what one step spends on them beside the model, for the bundled model's
-vocabulary, and for one of 113,000 random tokens. All numbers are medians of the rounds.
+are longer than the decoded outputs. Masks: the time that one step spends on them beside the model, for the bundled
+model's vocabulary, and for one of 113,000 random tokens. All numbers are medians of the rounds.
 
 Neighbours: the time of steps for seven requests without grammars while an eighth one has an ambiguous grammar, which is
 made to take long. It runs until its grammar may not be followed any further, for twice as many steps, or for ten

@@ -1,8 +1,8 @@
 """Does goodput hold when sequences need three times the memory there is?
 
 The scheduler under a virtual clock with ShareGPT lengths: everything arrives at once, and the pool holds the working
-set of the running sequences 1/0.9 times, or a third of it. Paging out and in must not eat what batching gives. Prints a
-table and, with ``--json``, writes it.
+set of the running sequences 1/0.9 times, or a third of it. Paging out and in must not cost the gain of batching. Prints
+a table and, with ``--json``, writes it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 
 
 def serve(trace: list[TraceRequest], pool_tokens: int, host_tokens: int, recovery: RecoveryMode) -> dict[str, Any]:
-    """Output tokens per second, and what it took."""
+    """Output tokens per second, preemptions, and the mean number of running sequences."""
     costs = llama_3_8b(BLOCK_SIZE)
     scheduler = Scheduler(
         num_blocks=pool_tokens // BLOCK_SIZE,

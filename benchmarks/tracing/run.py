@@ -1,10 +1,10 @@
-"""What traces cost: CPU time of gateway and scheduler per request, with traces and without, in turns.
+"""The cost of traces: CPU time of gateway and scheduler per request, with traces and without, in turns.
 
     python -m benchmarks.tracing.run [--before DIR] [--tree DIR] [--json FILE]
 
-Executors are simulated, so that what is measured is the control plane alone. CPU time, not the clock: other work on the
-machine changes it less. ``--before``: a checkout of an earlier commit, which is measured in turns with this one or with
-that of ``--tree``. A collector takes the spans and throws them away, in a process of its own.
+Executors are simulated, so that only the control plane is measured. CPU time, not the clock: other work on the machine
+changes it less. ``--before``: a checkout of an earlier commit, which is measured in turns with this one or with the
+checkout ``--tree``. A collector takes the spans and drops them, in a process of its own.
 """
 
 import argparse

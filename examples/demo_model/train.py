@@ -3,7 +3,7 @@
     python examples/demo_model/train.py --out shared/pagewise_shared/demo_model --minutes 25
 
 Everything it needs is on the machine: the sources come from the running interpreter (PSF licence), the tokenizer is
-trained on them, and the model starts from random weights. Progress goes to standard error.
+trained on them, and the model starts from random weights. It prints its progress to standard error.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from pagewise import LLM, SamplingParams
 
 
 def main() -> None:
-    """Print what a model makes of a few prompts, and of a conversation."""
+    """Print a model's answers to a few prompts, and to a conversation."""
     with LLM(*sys.argv[1:2]) as llm:
         prompts = [f"def {name}(self" for name in ("read", "write", "close", "seek")]
         for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24)):

@@ -13,7 +13,7 @@ from pagewise_kernels.launch import Watcher, interpreted, watch_launches
 
 
 class _Target:
-    """Stands in for Triton's driver where there is no device."""
+    """Replaces Triton's driver where there is no device."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -57,7 +57,7 @@ def filling_cache(capability: int, sms: int, threads: int) -> Iterator[None]:
     multiprocessors.
 
     They are compiled by ``threads``: Triton holds Python's lock for an eighth of the time only. At its end all are
-    compiled, but for kernels that cannot be: their launch says why.
+    compiled, but for kernels that cannot be: their launch raises the error.
 
     Raises:
         RuntimeError: kernels are interpreted in this process.

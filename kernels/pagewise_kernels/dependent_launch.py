@@ -12,15 +12,15 @@ Why that is enough:
 - The wait ends when the kernel before has ended as a whole and its writes are visible (PTX, ``griddepcontrol.wait``:
   all prerequisite grids have completed). If that kernel was launched so too, it ended only after its own programs had
   waited for the one before it, and so on. So behind the wait every kernel that was launched before has ended, just as
-  without early begins: no reader is too early, and no writer writes over what an earlier kernel still reads, however
-  many kernels ago a buffer, a counter or a page of the caching allocator was used.
+  without early begins: no reader is too early, and no writer overwrites data that an earlier kernel still reads,
+  however many kernels ago a buffer, a counter or a page of the caching allocator was used.
 - A kernel of others before it (cuBLAS, PyTorch, NCCL) began when all before that had ended, or waits likewise. If it
-  says nothing of its dependents, these begin when its programs are through, but its writes may be under way still: the
+  does not mention its dependents, these begin when its programs are through, but its writes may be under way still: the
   wait is needed, and enough, there as well.
 - A kernel or copy that comes after and was launched without it, and an event that is recorded after, begin when all of
   the kernel before has ended. That kernel has waited, so all earlier kernels have ended, too.
 - A kernel that was launched so and did not wait would race, and its successors with it. That is why ``launch``
-  goes by the constant: without it a kernel is never launched so.
+  follows the constant: without it a kernel is never launched so.
 - Programs allow right behind their own wait that dependents are scheduled. These begin when all programs of the kernel
   have allowed it, thus run on a multiprocessor: a waiting program never takes the place of a program that it waits for.
 - Nothing here is launched cooperatively (``launch_cooperative_grid``): such a grid has to be resident as a whole.
@@ -28,9 +28,9 @@ Why that is enough:
 In the capture of a CUDA graph the same launch makes a programmatic edge, since CUDA 12.3, with the same meaning.
 Where the predecessor is no kernel (a copy, an event that is waited for, the begin of a graph) nothing begins early.
 
-Weights do not change while a model is served, but they are not read before the wait either: the kernel before may be
-the one that writes them, in a test or while a model is loaded, and a load leaves a line in the L1 cache. To prefetch is
-no read. ``prefetch_rows`` brings lines to the L2 cache, through which all writes go, so nothing stale is read later.
+Weights do not change while a model is served, but they are not read before the wait either: the kernel before may write
+them, in a test or while a model is loaded, and a load leaves a line in the L1 cache. To prefetch is no read.
+``prefetch_rows`` brings lines to the L2 cache, through which all writes go, so nothing stale is read later.
 """
 
 import triton

@@ -40,7 +40,7 @@ def choose_experts_kernel(
     whole = tl.sum(shares, 0)
     found, values = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.float32)
     for slot in tl.static_range(TOP_K):
-        best = tl.argmax(left, 0)  # the first of equal ones, so always one that there is
+        best = tl.argmax(left, 0)  # the first of equal ones, so always an existing expert
         value = tl.sum(tl.where(experts == best, shares, 0.0), 0)
         found = tl.where(slots == slot, best, found)
         values = tl.where(slots == slot, value, values)
@@ -158,7 +158,7 @@ def store_sums(
     acc = acc.to(kind).to(tl.float32) * tl.load(weights + pairs, mask=there, other=0.0).to(tl.float32)[None, :]
     to = parts + pairs.to(tl.int64)[None, :] * size_out + columns[:, None]
     tl.store(to, acc.to(kind), mask=there[None, :] & column_there)
-    # ``attention/merging.py`` says why the last program reads nothing stale.
+    # ``attention/merging.py`` explains why the last program reads no stale data.
     tl.debug_barrier()
     tokens = pairs // TOP_K
     counter = counters + tokens.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -204,7 +204,7 @@ def choose_experts(
     """Return weights [tokens, top_k] and numbers int32 [tokens, top_k] of the experts with the largest logits.
 
     ``logits`` [tokens, experts]. Weights are a softmax over all experts, or over the chosen ones (``normalise``), of
-    type ``dtype``, by default that of the logits. Of equal ones the first is chosen.
+    type ``dtype``, by default of the logits' type. Of equal experts the first is chosen.
 
     Raises:
         ValueError: shapes, strides or devices do not fit.

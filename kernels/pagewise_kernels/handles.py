@@ -1,6 +1,6 @@
 """Launches compiled kernels without Triton's binder, which takes more of the host's time than the launch itself.
 
-The first launch of each kind goes through Triton, which compiles. The compiled kernel and its launcher are kept as a
+Triton makes the first launch of each kind, and compiles the kernel. The compiled kernel and its launcher are kept as a
 handle. Later launches of the kind call the launcher with their arguments. Two launches are of one kind if Triton would
 use the same compiled kernel. It specialises kernels for
 
@@ -13,8 +13,9 @@ also reads its knobs in each launch, and looks whether globals that a kernel use
 launch of a kind does that. While launch hooks are set, Triton launches all kernels, and calls the hooks.
 
 All of this relies on how Triton calls the launcher of a compiled kernel in ``JITFunction.run``, and on the launcher's
-own calls, which Triton does not promise. So only ``TRITON_VERSIONS`` use handles. With other versions, and if something
-is not as expected, Triton launches the kernel: the log says so once, and ``num_unfrozen`` counts these launches.
+own calls, which Triton does not promise. So only ``TRITON_VERSIONS`` use handles. With other versions, and if Triton's
+interface is not as expected, Triton launches the kernel: this is logged once, and ``num_unfrozen`` counts these
+launches.
 """
 
 import inspect
@@ -41,7 +42,7 @@ before and after the launch, and the kernel's arguments."""
 _NO_HOOKS = (None, None, None)
 _NO_SCRATCH = (None, None)
 _MOST_KINDS = 10_000
-"""Kinds do not depend on the load, so there are some hundreds. With so many something is wrong, and all start anew."""
+"""Kinds do not depend on the load, so there are some hundreds. So many are an error, and all are dropped."""
 
 
 class _Handle(NamedTuple):

@@ -67,8 +67,8 @@ def write_kv(new_keys: torch.Tensor, new_values: torch.Tensor, layer: KVLayer, s
     """Write K and V of each token into its slot, block * block_size + offset; a negative slot is skipped.
 
     new_keys, new_values [tokens, kv_heads, head_dim]; of latents, the values are not read. slots int32 or int64
-    [tokens], no two alike. Into a float8_e4m3fn pool each token and head is scaled by its own greatest value, which
-    goes into the scales of the layer.
+    [tokens], no two alike. In a float8_e4m3fn pool each token and head is scaled by its own greatest value, which is
+    written to the scales of the layer.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.

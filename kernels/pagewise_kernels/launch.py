@@ -1,7 +1,7 @@
 """How kernels are launched: on a device, by the interpreter, or not at all but compiled.
 
-Every launch goes through ``launch``, so a choice of configuration exists once: ``compile.py`` compiles without a GPU
-exactly the kernels that run on a GPU.
+``launch`` makes every launch, so a choice of configuration exists once: ``compile.py`` compiles without a GPU exactly
+the kernels that run on a GPU.
 """
 
 import ctypes
@@ -163,7 +163,7 @@ def capability(device: torch.device) -> int:
 
 
 def check_device(first: torch.Tensor, *others: torch.Tensor | None) -> None:
-    """All tensors lie on one device, and kernels can run there. None stands for no tensor.
+    """Check that all tensors are on one device, and that kernels can run there. None: no tensor.
 
     Raises:
         ValueError: they do not, or cannot.

@@ -73,8 +73,8 @@ def lora_expand_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs: tile of tokens, tile of outputs, which lies in one of up to three parts: the first two end at ``FIRST``
-    and ``SECOND``."""
+    """Programs: tile of tokens, tile of outputs in one of up to three parts: the first two end at ``FIRST`` and
+    ``SECOND``."""
     tile, number = tl.program_id(0), tl.program_id(1)
     wait_for_predecessor(PDL)
     slot = tl.load(tiles + 3 * tile)
@@ -134,8 +134,8 @@ class LoraLayer:
 
 
 class _Tile(NamedTuple):
-    """``inner``, ``columns``: of a program that shrinks, and of one that expands. ``chunk``: ranks that are multiplied
-    at once. ``split``: programs that share the inputs of a token."""
+    """The tile of a program that shrinks (``inner``) or expands (``columns``). ``chunk``: ranks that are multiplied at
+    once. ``split``: programs that share the inputs of a token."""
 
     inner: int
     columns: int

@@ -5,8 +5,8 @@
 As in ``experts``, whose sort and sums these are, pairs of a token and an expert are cut into tiles of one expert, and a
 tile of the weight is the left operand. Tensor cores take that from registers. Four codes lie in a word of 16 bits, a
 block of 32 inputs apart, so that a few operations on 32 bits make two numbers each, which a product takes as they are:
-sign and lower bits go to the places that they have in float16 or bfloat16. That makes numbers that are too small by a
-power of two, which goes into the scale of the block. It is exact: results are those of the dequantised weights.
+sign and lower bits move to their places in float16 or bfloat16. That makes numbers that are too small by a power of
+two, which multiplies the scale of the block. It is exact: results equal the results of the dequantised weights.
 """
 
 from typing import NamedTuple
@@ -133,7 +133,8 @@ def mxfp4_gate_up_kernel(
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, NUMBERS: tl.constexpr, SHIFTED: tl.constexpr,
     PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs: tile of columns of gate and up, which take turns; tile of pairs. Their activation, as ``order`` says.
+    """Programs: tile of columns of gate and up, which take turns; tile of pairs. Their activation, in the order of
+    ``order``.
 
     ``size_out``: columns of gate and up together.
     """

@@ -37,9 +37,8 @@ def penalise(
 ) -> torch.Tensor:  # fmt: skip
     """Logits float32 [n, vocab] after the penalties of logits [n, vocab].
 
-    rows int32 [n]: which row of ``counts`` int32 [.., vocab] (how often each entry stands in the output) and
-    ``in_prompt`` bool [.., vocab] belongs to each. repetition, presence, frequency float32 [n]: 1, 0 and 0 change
-    nothing.
+    rows int32 [n]: which row of ``counts`` int32 [.., vocab] (how often each entry is in the output) and ``in_prompt``
+    bool [.., vocab] belongs to each. repetition, presence, frequency float32 [n]: 1, 0 and 0 change nothing.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.

@@ -137,7 +137,7 @@ def scaled_linear_kernel(
     weight_scales_at = weight_scales + (columns // BLOCK_OUT).to(tl.int64) * stride_weight_scales
     in_parts: tl.constexpr = (BLOCK_IN < SIZE_IN) or (X_GROUP < SIZE_IN)
     wait_for_predecessor(PDL)
-    # Hopper's tensor cores keep about 14 bits of a sum of float8: after INNER products it goes on in float32.
+    # Hopper's tensor cores keep about 14 bits of a sum of float8: after INNER products the sum continues in float32.
     sums = tl.zeros([ROWS, COLUMNS], SUM)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, SIZE_IN, INNER):
@@ -177,10 +177,10 @@ def scaled_linear(
     """A linear layer whose weight [out, in] is float8_e4m3fn or int8, for x [rows, in]; returns [rows, out].
 
     ``block``: outputs and inputs that share a scale of weight_scales, float32 [blocks of outputs, blocks of inputs];
-    ``computable`` says of how many inputs. x is of the weight's type, with x_scales, float32 [rows, groups] of
-    ``group`` inputs each, by default a row, or it is float16, bfloat16 or float32 without. bias [out]. ``dtype``: that
-    of the result, by default that of x. Rows of int8 sums do not depend on the number of rows; others do in their last
-    bits, because the tile does.
+    see ``computable`` for the possible sizes. x is of the weight's type, with x_scales, float32 [rows, groups] of
+    ``group`` inputs each, by default a row, or it is float16, bfloat16 or float32 without. bias [out]. ``dtype``: of
+    the result, by default of x. Rows of int8 sums do not depend on the number of rows; others do in their last bits,
+    because the tile does.
 
     Raises:
         ValueError: shapes, strides, blocks or devices do not fit. TypeError: types do not.

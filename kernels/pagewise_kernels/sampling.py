@@ -186,7 +186,7 @@ def filter_kernel(
             mass = tl.max(weigh_over(row, vocab_size, pivot, rate, highest, True, BLOCK), 0)
             at_cut = tl.exp2((cut - highest) * rate)
             wanted = top_p * (mass + ties * at_cut)
-            if (ties > 0.0) & (wanted > mass):  # the cut of top-p lies among the ties at the end of top-k
+            if (ties > 0.0) & (wanted > mass):  # the cut of top-p is among the ties at the end of top-k
                 ties = tl.minimum(ties, tl.ceil((wanted - mass) / tl.maximum(at_cut, 1e-30)))
             else:
                 cut, weight, over = find_cut(row, vocab_size, low, highest, wanted, rate, True, BLOCK)
@@ -259,7 +259,7 @@ def sample(
     """One token int64 [n] for each row of logits [n, vocab].
 
     rows int32 [n]: which of the ``parameters`` are its own. positions int64 [n]: of the token that is sampled. min_p
-    goes first, then top_k, then top_p of the remaining entries, of which at least one stays.
+    applies first, then top_k, then top_p to the remaining entries, of which at least one stays.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.

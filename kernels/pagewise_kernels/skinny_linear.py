@@ -115,7 +115,8 @@ def skinny_linear_kernel(
         if ROUNDED_SIZE > 0:
             a = a.to(tl.float32) * inverse[None, :]
             a = round_to_e4m3(a) if tl.float32 == COMPUTE else a
-        # Hopper's tensor cores keep about 14 bits of a sum of float8: after INNER products it goes on in float32.
+        # Hopper's tensor cores keep about 14 bits of a sum of float8: after INNER products the sum continues in
+        # float32.
         gate = tl.dot(g.to(COMPUTE), a.to(COMPUTE), gate, input_precision=PRECISION, max_num_imprecise_acc=INNER)
         if GATED:
             up = tl.dot(u.to(COMPUTE), a.to(COMPUTE), up, input_precision=PRECISION, max_num_imprecise_acc=INNER)
@@ -123,7 +124,7 @@ def skinny_linear_kernel(
     stride_part = tl.num_programs(0) * COLUMNS * ROWS
     finished = num_parts == 1
     if num_parts > 1:
-        # ``attention/merging.py`` says why the last program reads nothing stale, and may set the counter back.
+        # ``attention/merging.py`` explains why the last program reads no stale data, and may reset the counter.
         here = part * (2 if GATED else 1) * stride_part
         tl.store(parts + here + at, gate)
         if GATED:

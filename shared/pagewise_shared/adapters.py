@@ -31,8 +31,8 @@ _MOST_HEADER_BYTES = 1 << 26
 _MOST_ERROR_TEXT = 500
 _MOST_MODULES, _MOST_MODULE_NAME = 1 << 14, 256
 _MOST_PATTERNS, _MOST_PATTERN, _MOST_OPEN_PATTERNS = 1024, 256, 16
-"""Patterns of a configuration, characters of a pattern, and patterns with a repetition. Each pattern is tried for each
-module, in quadratic time of the length of the name if it has a repetition, and in linear time otherwise."""
+"""Patterns of a configuration, characters of a pattern, and patterns with a repetition. Each pattern is matched with
+each module, in quadratic time of the length of the name if it has a repetition, and in linear time otherwise."""
 _REPEATS = re.compile(r"[*+?{]")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
 

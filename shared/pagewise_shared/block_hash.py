@@ -23,7 +23,7 @@ _ADAPTER = "adapter:"
 
 
 def adapter_salt(content: bytes, cache_salt: str | None) -> str:
-    """Return the cache salt that separates the KV of an adapter from that of the model and of other adapters.
+    """Return the cache salt that separates the KV of an adapter from the KV of the model and of other adapters.
 
     It contains the request's own salt. ``content``: the hash of the adapter's files, not its name, so that a name that
     is used again never finds the KV of other weights.

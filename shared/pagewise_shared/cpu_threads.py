@@ -90,7 +90,7 @@ class CpuTimes(NamedTuple):
 
 
 def choose_threads(since: CpuTimes, root: Path = _ROOT) -> int:
-    """Return the number of threads for an executor: its cores, without those that other processes keep busy.
+    """Return the number of threads for an executor: its cores, except cores that other processes keep busy.
 
     A core counts as busy if others have used it since ``since`` and over the last minute as well. So processes that
     have just ended do not count, such as an executor that this one replaces, nor do processes that have just begun,

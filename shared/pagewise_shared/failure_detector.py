@@ -3,7 +3,7 @@
 from collections import deque
 
 _WINDOW = 240
-"""Number of heartbeats whose gaps count: those of the last minute."""
+"""Number of heartbeats whose gaps count: the heartbeats of the last minute."""
 _LEAST_GAPS = 8
 """Gaps to measure before the time-out follows them."""
 _FACTOR = 3.0
@@ -15,7 +15,7 @@ class FailureDetector:
     This is an accrual failure detector (Hayashibara et al., "The phi accrual failure detector", 2004): the time-out
     follows the spread of the measured gaps. The usual ones fit a normal distribution to it. A process that is starved
     of its processor, collects garbage or holds Python's lock makes rare and long pauses, which a mean and a standard
-    deviation hardly show. So here the longest gap of the last ``_WINDOW`` stands for the spread, and the time-out is
+    deviation hardly show. So here the longest gap of the last ``_WINDOW`` measures the spread, and the time-out is
     ``_FACTOR`` times that. If long gaps become rarer exponentially, the longest of n is exceeded by one in n, and three
     times the longest by one in n cubed: phi, the negative decimal logarithm of that, is 7 for n = 240.
 

@@ -11,8 +11,8 @@ from datetime import datetime
 def configure_logging(level: str, service: str, log_format: str = "text") -> None:
     """Log to standard error. ``level`` is a ``--log-level``, ``log_format`` a ``--log-format``.
 
-    A line of text is ``time level service module: text``; a line of JSON is an object with these fields and those of
-    ``about``.
+    A line of text is ``time level service module: text``; a line of JSON is an object with these fields and the fields
+    of ``about``.
     """
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 MAX_LOGPROBS = 20
 """Maximum number of alternatives that a client may ask for per token."""
 MAX_STOP_IDS = 1024
-"""Maximum number of tokens that end a sequence: those of a request and those of the model."""
+"""Maximum number of tokens that end a sequence: of a request and of the model together."""
 MAX_LOGIT_BIASES = 1024
 """Maximum number of tokens with a bias."""
 MAX_BAD_SEQUENCES = 320
@@ -20,7 +20,7 @@ MAX_BAD_TOKENS = 16_384
 MAX_ALLOWED_BYTES = 2 * 1024 * 1024
 """Maximum size of the bitmap of allowed tokens, for any vocabulary."""
 MAX_GRAMMAR_BYTES = 262_144
-"""Maximum size of a grammar in UTF-8: that of a JSON schema with about 5,000 properties."""
+"""Maximum size of a grammar in UTF-8: enough for a JSON schema with about 5,000 properties."""
 
 _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1
@@ -161,7 +161,7 @@ class BeamParams(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 def num_accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
-    """Return how many tokens of a draft [n] are accepted: those before the first that differs from the sampled token.
+    """Return how many tokens of a draft [n] are accepted: all before the first one that differs from the sampled token.
 
     ``drawn`` [n + 1]: the token sampled in the place of each token of the draft, and the one behind it. The executor
     and the scheduler both compute this.

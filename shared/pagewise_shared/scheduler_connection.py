@@ -108,7 +108,7 @@ async def watch_connection(
     """Watch the connection to the scheduler at ``address``, and restore it. Runs until cancelled.
 
     A broken connection is made again, and ``on_broken`` is called. If the scheduler refuses this process's key, or has
-    no keys itself, that is logged and tried again after a pause, because its keys may change.
+    no keys itself, that is logged and repeated after a pause, because its keys may change.
 
     Raises:
         ConfigError: the scheduler requires a key and this process has none.

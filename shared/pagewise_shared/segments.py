@@ -115,7 +115,7 @@ def find_segments(tokens: "array[int]") -> tuple[Segment, ...]:
     found: list[Segment] = []
     whole = [*tokens, 0]  # the last one ends a segment that the tokens end with
     first = next((index for index, token in enumerate(whole) if token & _BEHIND_ROOT), len(tokens))
-    # The first mark is that of the end of the root, or that of the first segment.
+    # The first mark belongs to the end of the root, or to the first segment.
     root = 0 if whole[first] & _BEHIND_ROOT == _FIRST_WITHOUT_ROOT else first
     start = moved = -1
     for index, token in enumerate(whole[first:], first):

@@ -44,7 +44,7 @@ def check_pool(num_blocks: int, block_size: int, block_bytes: int, max_model_len
     ``block_size``: tokens per block. ``block_bytes``: bytes per block; 0 if they are not known, or no memory is taken.
 
     Raises:
-        ModelError: it does not; the text says how many tokens fit, and how much memory is needed.
+        ModelError: it does not; the text names the number of tokens that fit, and the memory that is needed.
     """
     length = min(max_model_len, _USEFUL_TOKENS)
     needed = -(-length // block_size)

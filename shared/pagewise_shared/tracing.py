@@ -193,7 +193,7 @@ def _counting_processor(
     batch = min(most, _positive("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", _BATCH))
 
     class Exporter(SpanExporter):
-        """Counts what the collector took. ``taken``: spans that have left the queue."""
+        """Counts the spans that the collector took. ``taken``: spans that have left the queue."""
 
         taken = 0
         closed = threading.Event()

@@ -1,4 +1,4 @@
-"""What tests of abuse send with the key ABUSER."""
+"""The requests of tests of abuse, with the key ABUSER."""
 
 import http.client
 import json
@@ -47,7 +47,7 @@ def post(server: Served, path: str, body: bytes | dict[str, Any], key: str = ABU
 
 
 def proxied(server: Served) -> bool:
-    """Whether nginx stands in front of the gateway, and refuses by itself some of what the gateway would refuse."""
+    """Whether nginx stands in front of the gateway, and refuses some requests before the gateway."""
     return server.url != server.gateway_url
 
 

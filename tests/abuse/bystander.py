@@ -1,12 +1,12 @@
-"""A client that streams with a key of its own beside what a test does to the server, and what it sees of that.
+"""A client that streams with a key of its own beside a test's load on the server, and its view of that.
 
 It is a process of its own, because a test that makes large bodies would hold up a thread::
 
     python -m tests.abuse.bystander URL KEY
 
-It streams one completion after the other. For each line on its standard input it writes what it has seen since the
-line before, as a JSON object: the longest time in seconds without a token while it waited for one (``longest_gap``),
-how many ``tokens`` came, and its ``failures``. It ends with its standard input.
+It streams one completion after the other. For each line on its standard input it writes its observations since the line
+before, as a JSON object: the longest time in seconds without a token while it waited for one (``longest_gap``), how
+many ``tokens`` came, and its ``failures``. It ends with its standard input.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from tests.proxy import nginx
 _TOKENS = 64
 _PATIENCE = 120.0
 _SETTLE_SECONDS = 40.0
-"""Longer than a process waits until it returns what it has freed between buffers in use (``tune_allocator``)."""
+"""Longer than a process waits until it returns freed memory between buffers in use (``tune_allocator``)."""
 
 ABUSER, BYSTANDER = "sk-abuser", "sk-bystander"
 """API keys of two clients who do not know each other."""
@@ -62,7 +62,7 @@ def serving_two_keys(folder: Path, *options: str, abuser: str = "", proxy: bool 
 
 @dataclass
 class Seen:
-    """What the bystander has seen. Seconds without a token, tokens, and what failed; complete when ``beside`` ends."""
+    """The bystander's observations: seconds without a token, tokens, and failures; complete when ``beside`` ends."""
 
     longest_gap: float = 0.0
     tokens: int = 0
@@ -70,13 +70,13 @@ class Seen:
 
 
 class Bystander:
-    """The process. ``look``: what it has seen since the last look."""
+    """The process. ``look``: returns its observations since the last look."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
     def look(self) -> Seen:
-        """What it has seen since the last look. A gap that has not ended counts as far as it has come."""
+        """Return its observations since the last look. A gap that has not ended counts as far as it has come."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("look\n")
@@ -130,12 +130,12 @@ def _add(seen: Seen, more: Seen) -> None:
 
 @contextlib.contextmanager
 def unharmed(server: Served, *, longest_gap: float = 2.0, growth_mb: float = 50.0) -> Iterator[Seen]:
-    """What happens inside must not hurt a client with the key BYSTANDER: no gap of 2 s in its streams, no failure.
+    """The load inside must not affect a client with the key BYSTANDER: no gap of 2 s in its streams, no failure.
 
     The bound of the gap is for a machine without other work (see ``FreeCores``).
 
     Also no executor may be lost or restarted, and the memory of each process has to come back to within ``growth_mb``
-    MB (10^6 bytes) of what it was, within a short time.
+    MB (10^6 bytes) of its earlier value, within a short time.
     """
     executors, memory = server.pids(EXECUTOR), resident(server)
     cores = FreeCores()
@@ -195,7 +195,7 @@ class _Watch:
             self._last = None
 
     def look(self) -> str:
-        """What was seen since the last look."""
+        """Return the observations since the last look."""
         with self._lock:
             self._gap(time.monotonic())
             seen, failures = self._seen, self._failures[:10]

@@ -11,7 +11,7 @@ from tests.abuse.bystander import Serve, serving_two_keys
 from tests.proxy import needs_nginx
 
 _FIRST = b'{"prompt": "fox"}'
-"""What a process loads with its first request is not growth that a test has caused."""
+"""A process loads modules with its first request, which is not growth that a test has caused."""
 _EDGES = [
     pytest.param(False, id="gateway"),
     pytest.param(True, id="nginx", marks=[needs_nginx, pytest.mark.long]),

@@ -1,4 +1,4 @@
-"""Bodies that are large, have much structure, or never end: they hurt nobody but who sends them."""
+"""Bodies that are large, have much structure, or never end: they affect their sender alone."""
 
 import socket
 import time
@@ -20,7 +20,7 @@ LARGE = [
     (CHAT, filled(b'{"messages":[', MESSAGE, b"]}", 380_000 * (len(MESSAGE) + 1))),
     (COMPLETION, b'{"' + b"a" * 15_000_000 + b'":1}'),
 ]
-"""What has blocked the event loop for seconds, or was answered by 31 MB."""
+"""Bodies that have blocked the event loop for seconds, or whose answers took 31 MB."""
 
 _HEAD = b'{"messages":[' + MESSAGE + b'],"chat_template_kwargs":{"a":['
 _SIZE = 4 * MIB - 1
@@ -66,7 +66,7 @@ def test_bodies_with_much_structure_are_refused_soon(server: Served) -> None:
 
 
 def test_the_same_from_many_connections(unlimited: Served) -> None:
-    """The key's share of the memory for bodies has room for four; others are told so."""
+    """The key's share of the memory for bodies has room for four; others are refused with this reason."""
     with unharmed(unlimited), ThreadPoolExecutor(8) as pool:
         path, body, _ = ALLOWED[6]
         answers = list(pool.map(lambda _: post(unlimited, path, body), range(32)))

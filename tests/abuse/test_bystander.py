@@ -1,4 +1,4 @@
-"""The bystander itself: it sees nothing where nothing happens, and it sees what does."""
+"""The bystander itself: it reports nothing without disturbances, and reports them if they happen."""
 
 import signal
 import time

@@ -1,4 +1,4 @@
-"""What HTTP lets clients do, compressed bodies, tiny chunks, endless heads, many connections, hurts nobody else."""
+"""Legal uses of HTTP, compressed bodies, tiny chunks, endless heads, many connections, affect no other client."""
 
 import contextlib
 import http.client
@@ -41,7 +41,7 @@ def connect(server: Served) -> socket.socket:
 
 
 def send(server: Served, data: bytes) -> bytes:
-    """Send this on a connection of its own, all of it if the server takes it, and return what comes back."""
+    """Send this on a connection of its own, all of it if the server takes it, and return the answer."""
     with connect(server) as connection:
         with contextlib.suppress(ConnectionError, TimeoutError):
             connection.sendall(data)

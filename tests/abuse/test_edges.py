@@ -1,6 +1,6 @@
 """Requests at the edge of every limit that ``/openapi.json`` states, beside another key's stream.
 
-What stalls the stream is made smaller by hypothesis until it does not: the example that is shown is a small one.
+hypothesis makes a request that stalls the stream smaller until it does not: the example that is shown is a small one.
 """
 
 import http.client
@@ -27,11 +27,11 @@ _MODEL = "pagewise-demo"
 _LONGEST_GAP = 1.0
 _TRIES = 3
 _MOST_TEXT, _MOST_ITEMS = 200_000, 20_000
-"""Of what has no limit of its own."""
+"""Limits of texts and lists that have none of their own."""
 _MOST_BYTES = 3_000_000
 """Of a list or an object: a body may be a little more."""
 _HANGS_UP, _PATIENCE = 1.5, 6.0
-"""Seconds after which the client hangs up, whatever it asked for: most of the time, and now and then."""
+"""Seconds after which the client closes the connection of any request: most of the time, and now and then."""
 _ENDPOINTS = {
     "/v1/completions": "CompletionRequest",
     "/v1/chat/completions": "ChatRequest",
@@ -83,7 +83,7 @@ def edges(document: dict[str, Any], schema: dict[str, Any]) -> st.SearchStrategy
         return st.tuples(*(edges(document, one) for one in schema["prefixItems"])).map(list)
     if kind == "array":
         low, high = schema.get("minItems", 0), schema.get("maxItems", _MOST_ITEMS)
-        # The same few items again and again: making each of them would take longer than what they do.
+        # The same few items again and again: making each of them would take longer than the request.
         items = st.lists(edges(document, schema.get("items", {})), min_size=1, max_size=2)
         sizes = st.sampled_from([low, min(high, 2), min(high, 100), high])
         return st.builds(lambda some, size: repeated(some, max(low, size)), items, sizes)
@@ -92,7 +92,7 @@ def edges(document: dict[str, Any], schema: dict[str, Any]) -> st.SearchStrategy
 
 @st.composite
 def objects(draw: st.DrawFn, document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """Objects of a schema, with what it requires and some of the rest."""
+    """Objects of a schema, with its required fields and some of the rest."""
     properties = schema.get("properties", {})
     required = set(schema.get("required", ()))
     names = required | draw(st.sets(st.sampled_from(sorted(properties)), max_size=10)) if properties else required
@@ -150,7 +150,7 @@ def send(server: Served, path: str, body: bytes, patience: float = _HANGS_UP) ->
 
 @st.composite
 def products(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """Requests whose limits multiply: prompts, outputs, tokens, log-probabilities, and what outputs repeat."""
+    """Requests whose limits multiply: prompts, outputs, tokens, log-probabilities, and repeated parts of outputs."""
     body: dict[str, Any] = {
         "n": draw(st.sampled_from([1, 8, 128])),
         "max_tokens": draw(st.sampled_from([1, 16, 200])),
@@ -213,7 +213,7 @@ def send_at_once(server: Served, path: str, body: bytes, times: int, patience: f
 def check(server: Served, bystander: Bystander, path: str, text: bytes, at_once: int, patience: float) -> None:
     """Send a request so many times at once; the bystander must not notice.
 
-    Only a stall that comes again each time is the request's: others come from what else this machine does. For the same
+    Only a stall that comes again each time is the request's: others come from other work of this machine. For the same
     reason the bound is one for a machine without other work (see ``FreeCores``).
     """
     executors = server.pids(EXECUTOR)

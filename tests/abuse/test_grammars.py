@@ -1,4 +1,4 @@
-"""Schemas and grammars that keep llguidance busy for hours: they are refused, and what others ask for goes on."""
+"""Schemas and grammars that keep llguidance busy for hours: they are refused, and other requests continue."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What one API key can learn of another: nothing of its prompts from the cache, nothing of its requests from /debug."""
+"""The facts that one API key can learn of another: no prompts from the cache, no requests from /debug."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def keys_of(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     keys = keys_of(tmp_path_factory.mktemp("isolation"))
-    # Two gateways and two executors: what separates keys must be the same everywhere.
+    # Two gateways and two executors: the separation of keys must be the same everywhere.
     options = ("--simulate", "--gateways=2", "--executors=2", "--simulate-step=0.001", "--num-blocks=512")
     with serving(f"--api-keys-file={keys}", *options) as running:
         yield running
@@ -55,7 +55,7 @@ def complete(server: Served, key: str, request_id: str = "", **fields: Any) -> d
 
 
 def cached(server: Served, key: str, prompt: list[int], salt: str | None = None) -> int:
-    """How many tokens of a prompt a key is told to have been cached."""
+    """The number of cached tokens of a prompt in the usage report for a key."""
     answer = complete(server, key, prompt=prompt, cache_salt=salt)
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 

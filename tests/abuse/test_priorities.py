@@ -1,4 +1,5 @@
-"""A key that asks for priorities of its own: it cannot get before others unless its line in the key file says so."""
+"""A key that asks for priorities of its own: it cannot get before others unless its line in the key file allows
+that."""
 
 import contextlib
 import threading
@@ -53,7 +54,7 @@ def refusals(abuser: Key) -> list[httpx.Response]:
 def beside_crowd(abuser: Key, bystander: Key, priorities: Sequence[int]) -> tuple[float, set[int]]:
     """The longest of some first tokens beside 64 clients with one request after the other, and their statuses.
 
-    The clients have these priorities in turn. The seconds are those of a machine without other work.
+    The clients have these priorities in turn. The seconds are for a machine without other work.
     """
     stop = threading.Event()
 
@@ -86,8 +87,8 @@ def test_nobody_gets_before_other_keys_by_a_priority(serve: Serve, tmp_path: Pat
         longest, statuses = beside_crowd(abuser, bystander, (0, 1000))
         assert statuses == {200}, "later is always allowed"
         assert bystander.complete(priority=-1).status_code == 400
-        # The bystander waits for the next place, however many wait. With priorities that get before it, it would
-        # wait for as long as the crowd goes on.
+        # The bystander waits for the next place, however many wait. With priorities that get before it, it would wait
+        # until the crowd ends.
         assert longest < 5.0, f"{longest:.2f} s for a first token beside 64 requests of another key"
 
 

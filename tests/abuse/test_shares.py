@@ -40,7 +40,7 @@ def streamed(server: Served, body: dict[str, Any]) -> Iterator[socket.socket]:
 
 
 def read_for(connection: socket.socket, seconds: float) -> int:
-    """Read what comes; returns how many bytes."""
+    """Read incoming bytes; return how many."""
     end, size = time.monotonic() + seconds, 0
     while time.monotonic() < end and (part := connection.recv(1 << 20)):
         size += len(part)

@@ -69,7 +69,7 @@ def test_the_longest_lists_that_are_legal_hurt_nobody(server: Served) -> None:
 
 
 def different(number: int) -> dict[str, Any]:
-    """A request with lists near the longest that are legal, and different from those of all others."""
+    """A request with lists near the longest that are legal, and different from all other requests' lists."""
     draw = random.Random(number)
     return body(
         1,
@@ -84,7 +84,7 @@ def different(number: int) -> dict[str, Any]:
 def test_many_requests_with_different_lists_at_once_hurt_nobody(server: Served) -> None:
     """As many as run at a time: their lists are checked and tabulated in few steps."""
     with ThreadPoolExecutor(240) as clients:
-        # The processes keep what they have needed once; the second time they may not grow.
+        # The processes keep memory that they have needed once; the second time they may not grow.
         for begin, growth_mb in ((0, 200), (240, 50)):
             bodies = [different(number) for number in range(begin, begin + 240)]
             with unharmed(server, growth_mb=growth_mb):

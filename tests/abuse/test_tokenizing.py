@@ -1,4 +1,4 @@
-"""Texts that take long to tokenize: the threads that do it are shared fairly, and what they are given is bounded."""
+"""Texts that take long to tokenize: the threads for it are shared fairly, and their work is bounded."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""What clients and agents are pointed at."""
+"""Servers for clients and agents."""
 
 from collections.abc import Iterator
 

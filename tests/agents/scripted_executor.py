@@ -1,7 +1,8 @@
-"""An executor whose model does as it is told: it writes what the last message of the user asks for, to the letter.
+"""An executor whose model follows a script: it writes the text that the last message of the user asks for, to the
+letter.
 
-Everything but the runner is the executor as shipped: requests come as step plans, and what it writes goes back token by
-token. A message of the user contains a script between ``Write:`` and ``End.``, in steps that ``Then:`` separates::
+Everything but the runner is the executor as shipped: requests come as step plans, and its text returns token by token.
+A message of the user contains a script between ``Write:`` and ``End.``, in steps that ``Then:`` separates::
 
     Write:
     <tool_call>{"name": "get_weather", "arguments": {"city": "Kiel"}}</tool_call>
@@ -10,8 +11,8 @@ token. A message of the user contains a script between ``Write:`` and ``End.``, 
     End.
 
 The first step is the answer to the message. Each answer behind it in the conversation makes the next step the current
-one, and ``{results}`` is what tools have returned since. A text that the request's grammar forbids is not written: an
-answer says so instead.
+one, and ``{results}`` is the results of tools since. A text that the request's grammar forbids is not written: an
+answer reports that instead.
 """
 
 import sys
@@ -30,7 +31,7 @@ END = 0
 
 
 class ScriptedRunner(SimulatedRunner):
-    """A simulated runner, but its tokens are those of a script that is in the prompt."""
+    """A simulated runner, but its tokens come from a script that is in the prompt."""
 
     def __init__(self, config: ExecutorConfig) -> None:
         super().__init__(config)
@@ -64,7 +65,7 @@ class ScriptedRunner(SimulatedRunner):
 
 
 def scripted(prompt: str) -> str:
-    """Return what the model has to write behind this prompt."""
+    """Return the text that the model has to write behind this prompt."""
     messages = [part.partition("<|end|>")[0].split(": ", 1) for part in prompt.split("<|user|>")[1:]]
     scripts = [number for number, (role, text) in enumerate(messages) if role == "user" and "Write:\n" in text]
     if not scripts:

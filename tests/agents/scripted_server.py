@@ -18,7 +18,7 @@ _EXECUTOR = Path(__file__).with_name("scripted_executor.py")
 
 @dataclass(frozen=True)
 class Scripted:
-    """Where the server is, and what its model is called."""
+    """The server's address, and its model's name."""
 
     url: str
     model: str
@@ -40,7 +40,7 @@ class Scripted:
 
 @contextmanager
 def scripted_server(folder: Path) -> Iterator[Scripted]:
-    """A running server. Its model writes what ``scripted_executor`` says."""
+    """A running server. Its model writes the script's text (``scripted_executor``)."""
     model = write_model(
         folder / "model",
         tokenizer_config={"eos_token": {"content": "<|end|>"}, "chat_template": TEMPLATE},

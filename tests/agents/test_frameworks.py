@@ -38,7 +38,7 @@ def python(name: str) -> Path | str:
 
 
 def run(server: Scripted, environment: str, *command: str, message: str = "", folder: Path | None = None) -> str:
-    """What a program prints that is run in an environment."""
+    """The output of a program that is run in an environment."""
     interpreter = python(environment)
     if isinstance(interpreter, str):
         pytest.skip(interpreter)

@@ -1,4 +1,4 @@
-"""``make lint`` fails for a known vulnerability, and says so when it could not look."""
+"""``make lint`` fails for a known vulnerability, and reports a look-up that failed."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ SKIPPED = {"name": "c", "skip_reason": "Dependency not found"}
 
 
 def audit(answer: str, error: str = "", *options: str) -> tuple[int, str]:
-    """Exit code and output beside a pip-audit that says this."""
+    """Exit code and output beside a pip-audit with this output."""
     fake = f"import sys; print({answer!r}); print({error!r}, file=sys.stderr); sys.exit(1)"
     done = subprocess.run(
         [sys.executable, AUDIT, *options, sys.executable, "-c", fake], capture_output=True, text=True, timeout=60

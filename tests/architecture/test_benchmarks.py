@@ -1,4 +1,4 @@
-"""Benchmarks run here with tiny shapes: those that need a GPU work when there is one, the others do not rot."""
+"""Benchmarks run here with tiny shapes: GPU benchmarks run where there is a GPU, and the others keep working."""
 
 import json
 import subprocess
@@ -98,7 +98,7 @@ def test_the_routing_benchmark_runs(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_the_routing_benchmark_by_real_processes_runs(tmp_path: Path) -> None:
     rows = smoke("routing.processes", tmp_path)["rows"]
-    # With so few prompts round robin may hit as much: what it fetches from other executors counts too.
+    # With so few prompts round robin may hit as much: blocks fetched from other executors count too.
     assert rows["ttft"]["hit_rate"] >= 0.9 * rows["round-robin"]["hit_rate"] > 0
 
 

@@ -1,4 +1,4 @@
-"""Documents point at things that exist."""
+"""References in documents exist."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_paths_that_are_named_exist(document: Path) -> None:
 
 
 def test_failures_are_listed_once() -> None:
-    """A second table of what happens when something fails would sooner or later say something else."""
+    """A second table of failures would sooner or later contradict the first."""
     heading = re.compile(r"^\| *what *\| *noticed by *\|", re.MULTILINE)
     tables = [document.name for document in DOCUMENTS for _ in heading.findall(document.read_text())]
     assert tables == ["operations.md"]

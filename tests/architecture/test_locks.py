@@ -1,4 +1,4 @@
-"""What images install: locks with hashes, and bills of materials made from them."""
+"""The packages of images: locks with hashes, and bills of materials made from them."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_locks_have_everything_that_is_needed_and_nothing_else(name: str) -> Non
 
 def test_torch_with_cuda_and_triton_can_be_installed_together() -> None:
     """torch's CUDA build requires one version of Triton exactly; its CPU build, which tests have, requires none."""
-    pairs = {"2.13.0": "3.7.1"}  # by what torch's wheel on PyPI requires
+    pairs = {"2.13.0": "3.7.1"}  # by the requirements of torch's wheel on PyPI
     known = constraints()
     assert known["torch"] in pairs, "look up which Triton the CUDA build of this torch requires"
     assert known["triton"] == pairs[known["torch"]]
@@ -111,7 +111,7 @@ def test_images_install_from_locks_only() -> None:
             assert "torch==" in torch
         else:
             assert rest == []
-    # It compiles kernels by what the executor's image has.
+    # It compiles kernels with the packages of the executor's image.
     assert re.findall(r"COPY --from=(\S+)", stages["executor-kernels"]) == ["executor-packages", "executor-ours"]
     assert installs["executor-kernels"] == []
     for name in ("ours", "executor-ours"):

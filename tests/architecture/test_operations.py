@@ -57,7 +57,7 @@ def test_counters_that_are_named_exist(document: Path) -> None:
 
 
 def test_a_metric_is_counted_by_one_kind_of_process() -> None:
-    """The scheduler adds up what gateways count and shows it beside its own: twice the same name would count twice."""
+    """The scheduler adds gateways' counts up and shows them beside its own: twice the same name would count twice."""
     assert [metric.name for metric in METRICS.values() if len(metric.of) > 1] == []
 
 

@@ -1,4 +1,4 @@
-"""The product uses no private name of a dependency, but for those on a short list, which other versions are refused."""
+"""The product uses no private name of a dependency, except a short list, which refuses other versions."""
 
 import importlib
 import importlib.util

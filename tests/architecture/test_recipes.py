@@ -49,7 +49,7 @@ NODES = {
     "attention-backend": ["tests/executor/attention/test_toy_attention.py", OPERATIONS],
     "tier": ["tests/executor/tiers/test_toy_bucket.py", OPERATIONS],
 }
-"""What is run of the changed tree: the tests that the diff adds, and those that hold its documents."""
+"""The tests that run in the changed tree: the tests that the diff adds, and the tests of its documents."""
 
 
 def touched(diff: Path) -> list[tuple[str, bool]]:
@@ -69,7 +69,7 @@ def run(tree: Path, *command: str) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A copy of what a recipe may touch or its tests may need, as it stands here, committed or not."""
+    """A copy of the files that a recipe may touch or its tests may need, in their present state, committed or not."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *COPIED]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     copy = tmp_path / "tree"
@@ -113,7 +113,7 @@ def test_a_recipe_names_every_file_that_its_toy_change_touches(diff: Path) -> No
     (section,) = (text for text in RECIPES.values() if f"({diff.relative_to(ROOT)})" in text)
     named = set(re.findall(r"`([\w./-]+)`", section))
     for name, is_new in touched(diff):
-        # What the change adds is not there yet: the recipe names the folder where it goes.
+        # Files that the change adds are not there yet: the recipe names their folder.
         expected = f"{Path(name).parent}/" if is_new else name
         assert expected in named, f"the recipe of {diff.name} does not name {expected}"
 

@@ -1,4 +1,4 @@
-"""What ``make setup`` calls, also where the CPU operations cannot be compiled; with a pip and a uv that do nothing."""
+"""The calls of ``make setup``, also where the CPU operations cannot be compiled; with a fake pip and a fake uv."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The files that setup depends on, and a virtual environment whose Python writes down what it is called with."""
+    """The files that setup depends on, and a virtual environment whose Python records its calls."""
     (tmp_path / OPERATIONS).mkdir(parents=True)
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "hatch_build.py", str(OPERATIONS / "build.py")):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -36,7 +36,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def make(checkout: Path, target: str, uv: str = "", **variables: str) -> tuple[str, int]:
-    """Run ``make``; return what it said on standard error, and how many times pip was to install the checkout."""
+    """Run ``make``; return its standard error, and how many times pip was to install the checkout."""
     (checkout / "calls").unlink(missing_ok=True)
     command = ["make", f"PYTHON={sys.executable}", f"UV={uv}", target, "ARGS=model"]
     environ = {"PATH": os.environ["PATH"]} | variables  # nothing of the make that runs the tests
@@ -64,7 +64,7 @@ def test_setup_without_cpu_operations_says_so_each_time_and_how_to_try_again(che
 
 @pytest.fixture
 def uv(checkout: Path) -> str:
-    """It does what its Python does, and fails if there is a file ``uv-fails``."""
+    """It calls its Python, and fails if there is a file ``uv-fails``."""
     file = checkout / "uv"
     file.write_text(PYTHON)
     file.chmod(0o755)

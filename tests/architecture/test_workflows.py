@@ -1,4 +1,4 @@
-"""What the workflows of CI call is there, and what is kept of a run is what the tests write."""
+"""Targets that the workflows of CI call exist, and the files kept of a run are files that the tests write."""
 
 import re
 from pathlib import Path

@@ -36,7 +36,7 @@ RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kv_mapping": ("kv-mapping", ("granularity", "attention")),
     "recovery": ("recovery-cpu", ("rows",)),
 }
-"""The experiments that draw figures: the name of their results, and what of them is drawn."""
+"""The experiments that draw figures: the name of their results, and the drawn values."""
 
 
 @pytest.mark.parametrize("name", RESULTS)

@@ -1,4 +1,4 @@
-"""The first hour on a GPU, as far as it can be tried without one: its plan, and that nothing measured is lost."""
+"""The first hour on a GPU, as far as that is possible without one: its plan, and that no measurement is lost."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_each_call_ends_before_whoever_lends_the_device_ends_it() -> None:
 
 
 def test_all_groups_of_kernels_are_measured() -> None:
-    """``--only`` takes those whose name contains it."""
+    """``--only`` takes the groups whose name contains it."""
     asked = [step.arguments[-1] for steps in PARTS.values() for step in steps if "--only" in step.arguments]
     code = "from benchmarks.kernels.run import groups; print(*(name for name, _ in groups()))"
     names = python("-c", code).stdout.split()
@@ -216,7 +216,7 @@ def test_a_step_that_needs_memory_waits_until_it_is_free(
 
 
 def test_goals_are_compared_with_what_the_records_say(tmp_path: Path) -> None:
-    """The records that are kept of one device tell some, and a record of a step that is made up tells another."""
+    """The kept records of one device reach some goals, and an invented record of a step reaches another."""
     kept = {result.what: result for result in results(ROOT / "benchmarks" / "results", "H200", "9b521233")}
     assert kept["decode attention, batch 1, 1k"].measured == pytest.approx(7.56, abs=0.01)
     assert kept["deterministic decode attention of plain"].measured == pytest.approx(0.927, abs=0.001)
@@ -256,7 +256,7 @@ def test_rows_stay_if_all_of_it_is_killed(measures: Path, number: signal.Signals
     process.wait(30)
     process.stdout.close()
     assert json.loads((measures / "killed-H100.json").read_text())["rows"] == [0, 1]
-    if number == signal.SIGTERM:  # it has ended what it had started
+    if number == signal.SIGTERM:  # it has ended its child processes
         deadline = time.monotonic() + 20
         while running(str(measures)):
             assert time.monotonic() < deadline
@@ -303,7 +303,7 @@ def test_outcomes_of_tests_are_written_one_by_one(tmp_path: Path, torch: Path) -
 
 
 def test_the_gpu_tests_can_be_collected_where_little_is_installed() -> None:
-    """With what such a machine has, and with what is carried there."""
+    """With such a machine's packages, and the files that are carried there."""
     options = ("-q", "-p", "no:cacheprovider", "-p", "tests.gpu_machine", "-m", "gpu", "--collect-only")
     done = python("-m", "pytest", *options, "tests/kernels", "tests/executor")
     assert done.returncode == 0, done.stdout[-3000:]

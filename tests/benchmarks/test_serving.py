@@ -1,4 +1,4 @@
-"""The benchmark of serving: what it asks for, and whom."""
+"""The benchmark of serving: its requests, and its servers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the soak samples: of real processes, and by which samples it judges them."""
+"""The soak's samples: of real processes, and the samples by which it judges them."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What is cached survives its scheduler, its executor's drain, and on the host even its executor: by real processes."""
+"""Cached blocks survive a scheduler, an executor's drain, and on the host an executor: by real processes."""
 
 import asyncio
 import signal
@@ -52,7 +52,7 @@ async def test_a_second_executor_fetches_what_the_first_has_computed(tmp_path: P
 async def test_an_executor_that_was_killed_comes_back_with_its_host_blocks(tmp_path: Path) -> None:
     folder = tmp_path / "memory"
     folder.mkdir()
-    # Few blocks on the device, so that most of what was computed is on the host when it dies.
+    # Few blocks on the device, so that most computed blocks are on the host when it dies.
     options = ("--num-blocks=20", "--host-memory=40MiB", f"--host-memory-dir={folder}")
     cluster = Cluster(
         tmp_path, scheduler_options=("--recovery=swap", "--eviction=lru", *OPTIONS), executor_options=options

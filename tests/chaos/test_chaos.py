@@ -1,5 +1,5 @@
 """All three kinds of process are killed and frozen, executors also drained and cut off, under a hundred streams: each
-ends as if nothing had happened, but for those whose own gateway is gone."""
+ends as if nothing had happened, except streams whose own gateway is gone."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ async def disturb(cluster: Cluster, monkey: Monkey, max_tokens: int, seconds: fl
     assert report.streams >= 100
     kinds = {event.kind for event in report.disturbances}
     assert kinds >= KINDS
-    # Half of the streams have a gateway that stays; of the others those are cut that run when theirs is killed.
+    # Half of the streams have a gateway that stays; of the others, a kill of the gateway cuts the running ones.
     killed = sum(event.kind == "kill gateway" for event in report.disturbances)
     assert report.cut <= 60 * killed
     assert report.refused <= 60

@@ -76,7 +76,7 @@ async def test_executors_of_unequal_sizes_and_speeds_serve_side_by_side(tmp_path
                     assert not (await task).differences(right)
                 for name, report in (await asyncio.to_thread(cluster.members)).items():
                     assert report["device"]["num_blocks"] == sizes[name][0]
-                    if report["device"]["cached"]:  # what it has served stays in its cache
+                    if report["device"]["cached"]:  # served prompts stay in its cache
                         served.add(name)
         assert served == set(sizes)
     finally:

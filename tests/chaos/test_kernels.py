@@ -13,7 +13,7 @@ from benchmarks.processes import Cluster, Process, wait_until
 from tests.cpu_kernels import auto_kernels
 
 KERNELS = {"torch": "torch", auto_kernels(): auto_kernels(), "large": "torch"}
-"""What computes the model of each executor, by its name."""
+"""The kernels of each executor, by its name."""
 EXECUTORS = list(KERNELS)
 BLOCK_SIZES = {"torch": 16, "cpu": 16, "large": 32}
 """Blocks of equal size are alike."""

@@ -1,5 +1,5 @@
-"""Prefill and decode apart, and executors of either role are killed or leave under load: every output is what one
-executor for both would have given. Real processes."""
+"""Prefill and decode apart, and executors of either role are killed or leave under load: every output equals the output
+of one executor for both. Real processes."""
 
 import asyncio
 import signal

@@ -148,7 +148,7 @@ async def test_without_executors_health_says_so_and_requests_wait_for_one(tmp_pa
 
 
 def status(cluster: Cluster) -> int:
-    """What ``/health`` answers."""
+    """The status code of ``/health``."""
     try:
         cluster.get("/health")
     except urllib.error.HTTPError as error:

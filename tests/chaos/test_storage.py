@@ -70,8 +70,7 @@ def damage(folder: Path) -> None:
 
 
 def make_unusable(folder: Path) -> None:
-    """Nothing can be read or written: there are files where folders should be. Who is root may write to what is
-    read-only."""
+    """Nothing can be read or written: there are files where folders should be. Root may write to read-only folders."""
     for path in folder.glob("*/??"):
         for file in path.iterdir():
             file.unlink()

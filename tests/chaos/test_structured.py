@@ -1,4 +1,4 @@
-"""Structured output through real processes, asked for with OpenAI's SDK: what comes back, and while executors die."""
+"""Structured output through real processes, requested with OpenAI's SDK: answers, also while executors die."""
 
 import asyncio
 import re
@@ -37,7 +37,7 @@ ASKED: list[dict[str, Any]] = [
 
 
 class Step(pydantic.BaseModel):
-    """What the SDK makes a schema of, and the answer again."""
+    """A class that the SDK makes a schema of, and the answer again."""
 
     kind: Literal["class", "function"]
     numbers: list[int] = pydantic.Field(max_length=3)
@@ -71,7 +71,7 @@ async def round_trip(client: openai.AsyncOpenAI) -> None:
     """The SDK's own way to ask for a schema, whole and as a stream."""
     messages: Any = [{"role": "user", "content": "What is a class?"}]
     fields: Any = {"model": MODEL, "messages": messages, "max_tokens": 250, "seed": 2, "logprobs": True}
-    # What a small model makes of whitespace may have no end.
+    # A small model may write whitespace without end.
     biased = {"logit_bias": {str(token): -100 for token in blanks()}}
     answer = await client.chat.completions.parse(response_format=Step, **fields, **biased)
     choice = answer.choices[0]

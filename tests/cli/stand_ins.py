@@ -1,7 +1,7 @@
 """Small processes in the place of the services, which ``pagewise serve`` starts without knowing the difference.
 
-Each writes a line ``NAME WHAT DETAILS`` to a file when it starts, is told to stop, and ends. The gateway answers every
-GET with 200 (with 503 if STAND_IN_UNREADY is set) on the port that it is given.
+Each writes a line ``NAME EVENT DETAILS`` to a file when it starts, gets a signal to stop, and ends. The gateway answers
+every GET with 200 (with 503 if STAND_IN_UNREADY is set) on the port that it is given.
 """
 
 import os
@@ -52,7 +52,7 @@ while True:
 
 
 class StandIns:
-    """The three services in a folder that goes in front of ``PYTHONPATH``, and what they have told."""
+    """The three services in a folder at the front of ``PYTHONPATH``, and their lines."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "log"

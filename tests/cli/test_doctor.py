@@ -1,4 +1,4 @@
-"""``pagewise doctor``: what it finds, and what it keeps to itself."""
+"""``pagewise doctor``: its findings, and the secrets that it keeps."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What people trip over when they serve a model for the first time: one sentence, and what to do."""
+"""Common mistakes when a model is served for the first time: one sentence each, with a remedy."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""``pagewise keys``: what it makes, and that it never overwrites or lets in by accident."""
+"""``pagewise keys``: the keys that it makes, and that it never overwrites or lets in by accident."""
 
 import os
 import subprocess
@@ -64,7 +64,7 @@ def test_a_folder_from_before_gateways_gets_their_key(tmp_path: Path, capsys: py
     assert set(Keys(tmp_path, "scheduler").allowed().values()) == {"executor"}
     assert run(tmp_path, "init") == 0
     assert set(Keys(tmp_path, "scheduler").allowed("gateway").values()) == {"gateway"}
-    # Unless somebody has called an executor so.
+    # Unless an executor has this name.
     run(tmp_path, "revoke", "gateway")
     run(tmp_path, "add", "gateway")
     capsys.readouterr()

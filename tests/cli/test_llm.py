@@ -1,4 +1,4 @@
-"""``from pagewise import LLM``: what it returns is what HTTP returns, and its processes end with it."""
+"""``from pagewise import LLM``: its results equal those over HTTP, and its processes end with it."""
 
 import contextlib
 import gc
@@ -206,7 +206,7 @@ def test_a_terminal_sees_a_progress_bar_and_a_pipe_does_not() -> None:
     with run("llm.generate(['x'] * 5)", stderr=end) as process:
         os.close(end)
         shown = b""
-        with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
+        with contextlib.suppress(OSError):  # a terminal's error when no process writes any more
             while piece := os.read(terminal, 100_000):
                 shown += piece
     assert b"5/5" in shown
@@ -219,7 +219,7 @@ def test_a_terminal_sees_a_progress_bar_and_a_pipe_does_not() -> None:
 def test_the_example_runs() -> None:
     example = Path(__file__).parents[2] / "examples" / "python" / "batch.py"
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
-    # Beside other work, an executor warns that it could not measure what steps cost.
+    # Beside other work, an executor warns that it could not measure the costs of steps.
     errors = [line for line in done.stderr.splitlines() if "costs of steps are not to be trusted" not in line]
     assert (done.returncode, errors) == (0, [])
     assert "'def read(self' -> " in done.stdout

@@ -1,4 +1,4 @@
-"""A service as a child process: what it inherits, how its lines come through, how it is stopped."""
+"""A service as a child process: its inheritance, the way of its lines, and its stop."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ WriteCode = Callable[[str], int]
 
 @pytest.fixture
 def write_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteCode:
-    """Writes what runs in place of a service, as ``python -m service_under_test``."""
+    """Writes the code that runs in place of a service, as ``python -m service_under_test``."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return (tmp_path / "service_under_test.py").write_text
 
@@ -120,7 +120,7 @@ async def test_a_log_that_cannot_be_written_ends_no_service(
     lines: list[str] = []
     reading, writing = os.pipe()
     os.close(reading)
-    with contextlib.suppress(OSError), os.fdopen(writing, "w") as unread:  # which closes with what was not written
+    with contextlib.suppress(OSError), os.fdopen(writing, "w") as unread:  # which closes with unwritten text
         monkeypatch.setattr(sys, "stderr", unread)
         assert await service(lines).run() == 0
         monkeypatch.undo()

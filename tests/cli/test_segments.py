@@ -1,4 +1,4 @@
-"""``pagewise segments``: what it counts, which texts it names, and what it refuses; twice as a process."""
+"""``pagewise segments``: its counts, the texts it names, and its refusals; twice as a process."""
 
 import contextlib
 import gzip
@@ -24,7 +24,7 @@ def run_process(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    """The same, without the seconds that a process takes to import what it needs."""
+    """The same, without the seconds that a process takes for its imports."""
     words, out, err = list(map(str, arguments)), io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)

@@ -230,7 +230,7 @@ def test_stopping_is_no_reason_for_a_warning(told: str) -> None:
         before = len(server.output)  # on a busy machine the scheduler may be late when all of them start
         if told == "pagewise serve":
             assert server.interrupt() == 0
-        else:  # as a service manager does; on a busy machine the first would be gone before the last one was told
+        else:  # as a service manager does; on a busy machine the first would end before the last gets its signal
             services = [pid for module in (GATEWAY, EXECUTOR, SCHEDULER) for pid in server.pids(module)]
             for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
                 for pid in (server.process.pid, *services):

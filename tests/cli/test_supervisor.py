@@ -1,4 +1,4 @@
-"""``pagewise serve`` and ``pagewise gateways`` around stand-ins for the services: what starts, and how it all ends."""
+"""``pagewise serve`` and ``pagewise gateways`` around stand-ins for the services: all starts and ends."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ class Running:
         )
 
     def wait_for(self, what: str, counts: dict[str, int], seconds: float = 20.0) -> None:
-        """Wait until processes have told something so many times, by name."""
+        """Wait until processes have written a line so many times, by name."""
         deadline = time.monotonic() + seconds
         while (now := Counter(name for name, _ in self.stand_ins.told(what))) != Counter(counts):
             assert time.monotonic() < deadline, f"{what}: {now}, not {counts}"
@@ -58,7 +58,7 @@ class Running:
         ]
 
     def port(self, name: str) -> int:
-        """The port that a gateway was told to listen on, each time it was started."""
+        """The port of a gateway's arguments, at each of its starts."""
         (port,) = {one.removeprefix(PORT_OPTION) for one in self.arguments(name) if one.startswith(PORT_OPTION)}
         return int(port)
 
@@ -284,7 +284,7 @@ async def test_one_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pyt
     group = Group([Service("dying", "dying", [], lives.append)], signal.SIGTERM)
     assert await Supervisor([group]).run(serve(at_all=False)) == 1
     assert len(lives) == 3
-    # Also while others serve, for whoever asks for that.
+    # Also while others serve, if the option asks for it.
     assert await Supervisor([group], exit_on_failure=True).run(serve(at_all=True)) == 1
     assert len(lives) == 6
 

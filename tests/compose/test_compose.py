@@ -144,7 +144,7 @@ def gateway_processes(container: str) -> list[str]:
 
 
 def stream_while(stack: Stack, disturb: Callable[[], None]) -> None:
-    """Streams that are disturbed end as those before them."""
+    """Streams that are disturbed end like earlier ones."""
     prompts = [f"import os\n\ndef function_{number}(" for number in range(6)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         expected = list(pool.map(lambda prompt: stack.stream(prompt, MAX_TOKENS), prompts))

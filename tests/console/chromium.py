@@ -1,4 +1,4 @@
-"""A headless Chromium, and what every test of the console asks of a page."""
+"""A headless Chromium, and the page operations of all tests of the console."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ async def chromium() -> AsyncIterator[Browser]:
 
 
 class Console:
-    """An open page. ``errors``: what went to its console as an error or a warning, and exceptions."""
+    """An open page. ``errors``: errors and warnings in its console, and exceptions."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page, self.url = page, url
@@ -57,7 +57,7 @@ class Console:
         await expect(self.page.locator(".connection")).to_have_text("live", timeout=15_000)
 
     async def picture(self) -> str:
-        """What the first map looks like when nothing flashes: a text that is the same for the same picture."""
+        """The picture of the first map when nothing flashes: a text that is the same for the same picture."""
         await self.page.wait_for_timeout(1_000)
         canvas = self.page.locator("canvas").first
         return str(await canvas.evaluate("(canvas) => canvas.toDataURL()"))

@@ -1,5 +1,5 @@
-"""Executors that are made up, told in the Structs that the real scheduler tells consoles: so the page cannot be tested
-with data of another shape."""
+"""Invented executors, in the Structs that the real scheduler sends to consoles: so the page cannot be tested with data
+of another shape."""
 
 import random
 from collections import Counter
@@ -29,8 +29,7 @@ from pagewise_shared.reports import (
 
 BLOCK_SIZE, BYTES_PER_BLOCK = 16, 32768
 TRUNK = 16
-"""The first blocks are those of the prefix that all requests share, while there are any. As many that follow are
-cached."""
+"""The first blocks are the prefix that all requests share, while there are any. As many that follow are cached."""
 WHY = (
     "it is used again with a probability of 12%, and keeping it saves 41 microseconds of recovery for each block that "
     "comes in: less than keeping another one"
@@ -39,7 +38,7 @@ _EVENTS = ("evicted", "demoted", "dropped", "stored", "loaded", "fetched", "copi
 
 
 class FakeExecutor:
-    """A pool of blocks in which something happens at every ``step``. ``requests``: ids of those that run here.
+    """A pool of blocks that changes at every ``step``. ``requests``: ids of the requests that run here.
 
     ``groups``: of layers, if there are several.
     """
@@ -63,7 +62,7 @@ class FakeExecutor:
             self.states[TRUNK : 2 * TRUNK] = bytes([CACHED]) * TRUNK
 
     def step(self) -> None:
-        """Something happens to the blocks behind those that stay."""
+        """Change some blocks behind the blocks that stay."""
         pick = self._random.sample(range(2 * TRUNK, self.num_blocks), max(1, self.num_blocks // 40))
         for block in pick if self.requests else []:
             here = self.states[block]
@@ -84,7 +83,7 @@ class FakeExecutor:
         return BlockCounts(*(self.states.count(state) for state in range(len(STATES))))
 
     def state(self, peers: list[str]) -> ExecutorState:
-        """What the fleet's frame has of it; it fetches from ``peers``."""
+        """The executor's part of the fleet's frame; it fetches from ``peers``."""
         running = len(self.requests)
         rates = dict.fromkeys(SOURCES, 0.0) | ({"device": 0.5, "host": 0.125} if running else {})
         return ExecutorState(

@@ -1,4 +1,4 @@
-"""A gateway that has nothing but the console, over executors that are made up: what a test wants to see happens.
+"""A gateway that has nothing but the console, over invented executors: a test decides the events.
 
 ``python -m tests.console.fake_gateway 8123`` serves it, for work on the page.
 """
@@ -46,7 +46,7 @@ _WAITED = 0.1
 
 
 class FakeGateway:
-    """What the page may ask. ``key``: the operator's, "" if there are no keys."""
+    """The answers to the page's queries. ``key``: the operator's, "" if there are no keys."""
 
     def __init__(self, key: str = "") -> None:
         self.key = key
@@ -180,7 +180,7 @@ class FakeGateway:
         return FleetFrame(time.time(), "pagewise-demo", scheduler, self.gateways, states)
 
     def requests(self) -> RequestsFrame:
-        """Those that run and have ended."""
+        """Running and ended requests."""
         age = self._age()
         running = [line(name, at, age, moved_from=self.moved_from.get(name)) for name, at in self.placed.items()]
         ended = [
@@ -219,7 +219,7 @@ class FakeGateway:
         return web.json_response({**msgspec.to_builtins(report), "sentences": sentences(report)})
 
     def _report(self, name: str) -> RequestReport:
-        """Every second request was preempted for the first one; the others lost what they were to load."""
+        """Every second request was preempted for the first one; the others lost the blocks that they were to load."""
         age = self._age()
         lost = Event(0.5, "started over", 0, seconds=0.3, reason=LENDER_GONE, blocks=19, freed=2)
         if not int(name, 16) % 2:

@@ -1,4 +1,4 @@
-"""What a page of another site can do, in a real browser, to a server on this machine that has no API keys."""
+"""Requests that a page of another site can send, in a real browser, to a server here that has no API keys."""
 
 import asyncio
 from collections.abc import AsyncIterator

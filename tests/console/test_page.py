@@ -26,7 +26,7 @@ async def test_every_view_is_accessible(
             if view == "try":
                 await page.page.get_by_role("button", name="Send").click()
                 await expect(page.page.locator(".answer")).to_have_text("def read_file")
-            # What is folded is checked too.
+            # Folded parts are checked too.
             await page.page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
             await page.check_accessible()
             await page.check_fits()
@@ -213,7 +213,7 @@ async def test_nothing_grows_and_nothing_is_drawn_without_change(
 
         await page.page.wait_for_timeout(4_000)
         grown = True
-        for _ in range(3):  # what leaks grows in every round, and what is only slow to start in the first
+        for _ in range(3):  # a leak grows in every round, and a slow start only in the first
             if grown:
                 heap, nodes = await memory()
                 for _ in range(6):

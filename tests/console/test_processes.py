@@ -1,4 +1,4 @@
-"""The console's page over real processes: what a person sees while they have nothing to do, much to do, or die."""
+"""The console's page over real processes: its content while they have nothing to do, much to do, or die."""
 
 import asyncio
 import contextlib
@@ -21,10 +21,10 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(600), pytest.mark.asyncio
 BEGINNING = (
     "import os\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n\n" * 4
 )
-"""What all prompts share."""
+"""The shared beginning of all prompts."""
 
 WAIT = 60_000
-"""ms in which what is expected has to be seen, on a machine that has other work."""
+"""ms in which an expected text has to appear, on a machine that has other work."""
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +52,7 @@ async def streams(server: Served, count: int, prefix: str = BEGINNING) -> AsyncI
 
 
 async def title(page: Console, pattern: str) -> None:
-    """Wait until the first caption, or one of the others, says something."""
+    """Wait until the first caption, or one of the others, has some text."""
     captions = page.page.get_by_role("region", name="What happens")
     await expect(captions).to_contain_text(re.compile(pattern), timeout=WAIT)
 

@@ -1,4 +1,4 @@
-"""What the views of the console say, in a real browser, over executors that are made up."""
+"""The content of the console's views, in a real browser, over invented executors."""
 
 import re
 import time

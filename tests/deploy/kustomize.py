@@ -1,4 +1,4 @@
-"""What ``kubectl kustomize`` makes of an overlay, as far as ours go: resources, namespace, images, replicas, and
+"""The result of ``kubectl kustomize`` for the features of our overlays: resources, namespace, images, replicas, and
 patches in JSON (RFC 6902). Anything else is refused, so that nothing is left out unnoticed.
 """
 
@@ -15,7 +15,7 @@ _KNOWN = {"apiVersion", "kind", "resources", "namespace", "images", "replicas", 
 
 
 def build(folder: Path) -> list[Resource]:
-    """The resources of a folder with a kustomization.yaml, with everything it says done to them."""
+    """The resources of a folder with a kustomization.yaml, after all of its changes."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert not (unknown := set(kustomization) - _KNOWN), f"{folder}: {unknown} is not understood here"
     resources: list[Resource] = []

@@ -205,7 +205,7 @@ def test_who_reaches_which_port(overlay: Path) -> None:
         "gateways": pods["gateway"],
         "blocks": pods["executor"],
     }
-    # What each kind may call, the hub and the name server aside.
+    # The processes that each kind may call, besides the hub and the name server.
     calls = {
         name: {named(port) for rule in spec.get("egress", []) for port in rule["ports"]}
         for name, spec in policies.items()

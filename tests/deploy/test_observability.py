@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules, as far as that needs no Prometheus: ``tests/observability`` has what does."""
+"""The dashboard and the alert rules without a Prometheus; ``tests/observability`` has the tests with one."""
 
 import re
 

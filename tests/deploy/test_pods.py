@@ -1,5 +1,5 @@
 """The pods of ``overlays/cpu`` as containers: commands, variables, keys, rights, limits, probes and ends, without a
-cluster. Docker stands in for the kubelet and its names for services; network policies and autoscalers are left out.
+cluster. Docker replaces the kubelet, and its names replace services; network policies and autoscalers are left out.
 """
 
 import io
@@ -98,7 +98,7 @@ class Pods:
         return name
 
     def _mount(self, volume: dict[str, Any], path: str, rights: dict[str, int], read_only: bool) -> list[str]:
-        """What mounts a volume: an empty one that the group may write, or a secret that it may read."""
+        """The options that mount a volume: an empty one that the group may write, or a secret that it may read."""
         group = rights["fsGroup"]
         if "emptyDir" in volume:
             limit = size(volume["emptyDir"]["sizeLimit"])
@@ -122,7 +122,7 @@ class Pods:
         return f"http://{docker('port', name, '8000')}"
 
     def passes(self, name: str, probe: dict[str, Any]) -> bool:
-        """What the kubelet would find."""
+        """The kubelet's result."""
         if "httpGet" in probe:
             try:
                 with urllib.request.urlopen(
@@ -206,7 +206,7 @@ def stream(url: str, prompt: str, max_tokens: int, key: str = API_KEY) -> str:
 
 
 def wait_until_it_runs(url: str, streams: list[Future[str]]) -> None:
-    """Until as many sequences run. Metrics are open to whom the network policies let in."""
+    """Until as many sequences run. Metrics are open to clients that the network policies let in."""
     while True:
         with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
             text = answer.read().decode()
@@ -247,13 +247,13 @@ def test_pods_become_ready_serve_and_end_in_the_time_they_have(pods: Pods) -> No
         pods.wait_until_ready("scheduler", pods.start("scheduler", "pagewise-scheduler-b"))
         assert [one.result() for one in streams] == expected
 
-        # A pod of an executor that goes.
+        # A pod of an executor that ends.
         streams = [pool.submit(stream, url, prompt, 600) for prompt in prompts]
         wait_until_it_runs(url, streams)
         assert pods.stop("executor", executors[0]) == 0
         assert [one.result() for one in streams] == expected
 
-        # A pod of a gateway that goes lets its streams end.
+        # A pod of a gateway that ends lets its streams end.
         streams = [pool.submit(stream, url, prompt, 600) for prompt in prompts]
         wait_until_it_runs(pods.url(other), streams)
         assert pods.stop("gateway", gateway) == 0

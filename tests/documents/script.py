@@ -1,10 +1,10 @@
-"""Turns a document into a script: what a reader types who follows it from its beginning to its end.
+"""Turns a document into a script: the commands of a reader who follows it from its beginning to its end.
 
 Blocks of code that are marked ``sh`` or ``python`` are run one after the other in one shell,
-from the repository's root. A comment in the line before a block says what is different:
+from the repository's root. A comment in the line before a block changes this:
 
-- ``<!-- background: TEXT -->``: it does not end. It is started, and the script goes on once it has printed TEXT.
-- ``<!-- stop -->`` is not followed by a block: what runs in the background is interrupted, as by ctrl-c, and ends.
+- ``<!-- background: TEXT -->``: it does not end. It is started, and the script continues once it has printed TEXT.
+- ``<!-- stop -->`` is not followed by a block: the background process is interrupted, as by ctrl-c, and ends.
 - ``<!-- prints: TEXT -->``: its output has to contain TEXT.
 - ``<!-- fails -->``: it has to fail.
 - ``<!-- terminal: TEXT -->``: it is shown full-screen, in a terminal, until it has written TEXT; then ``q`` is typed.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SECONDS = 120
-"""How long something in the background may take until it has printed what the document says."""
+"""How long a background process may take until it has printed the document's TEXT."""
 
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<directive>(?!stop )[a-z ]+)(?:: (?P<argument>.*?))? -->\n)?"

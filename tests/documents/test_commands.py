@@ -1,4 +1,4 @@
-"""The README's commands and the tutorial's do what they say, in the order in which a reader types them."""
+"""The README's commands and the tutorial's work as described, in the order in which a reader types them."""
 
 import os
 import shutil
@@ -59,7 +59,7 @@ def test_a_document_can_be_followed(document: Path, tmp_path: Path) -> None:
 
 
 def run(document: Path, folder: Path, logs: Path) -> str:
-    """Follow a document in a folder, with its ports to itself if the system allows that; return what was printed."""
+    """Follow a document in a folder, with its ports to itself if the system allows that; return the output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {"PATH": path, "HOME": str(logs), "logs": str(logs), "LANG": "C.UTF-8"}
     command = ["bash", "-c", script(document)]

@@ -58,8 +58,8 @@ def cluster(tmp_path: Path, folders: dict[str, Path], request: pytest.FixtureReq
 
 @pytest.mark.timeout(240)
 def test_32_adapters_take_turns_in_four_slots(tmp_path: Path, folders: dict[str, Path]) -> None:
-    """Of the same weights with 32 scales: none fails, each is computed with its own, and all loads are counted. What
-    PEFT computes is compared for some of them."""
+    """Of the same weights with 32 scales: none fails, each is computed with its own, and all loads are counted. Some of
+    them are compared with PEFT's results."""
     made, count = {}, 12
     for number in range(32):
         made[f"adapter-{number}"] = folder = tmp_path / f"adapter-{number}"
@@ -88,7 +88,7 @@ def test_32_adapters_take_turns_in_four_slots(tmp_path: Path, folders: dict[str,
         assert found[:32] == found[32:]
         assert {name: found[asked.index(name)] for name in computed} == expected
         assert cluster.metric("lora_load_errors_total") == 0
-        # A gauge, which shows what was the case up to a second ago.
+        # A gauge, whose value may be a second old.
         wait_until(lambda: cluster.metric("lora_adapters_resident") == 4, 10, "the slots are full", cluster.scheduler)
         loads, evictions = cluster.metric("lora_loads_total"), cluster.metric("lora_evictions_total")
         assert loads - 32 - evictions == 4, "32 loads for a check, and one for each slot that was filled"

@@ -1,4 +1,4 @@
-"""What operators see of the memory of a hybrid model: pages by kind, snapshots, and why states were not there."""
+"""The memory of a hybrid model as operators see it: pages by kind, snapshots, and reasons for missing states."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def get(server: Served, path: str) -> dict[str, Any]:
 
 
 def printed(server: Served, *arguments: str) -> str:
-    """What a command prints, with one blank between words."""
+    """The output of a command, with one blank between words."""
     whole = [sys.executable, "-m", "pagewise.main", *arguments, "--url", server.url]
     done = subprocess.run(whole, capture_output=True, text=True, timeout=30, check=True)
     return re.sub(r"[ \n]+", " ", done.stdout)

@@ -38,7 +38,7 @@ def test_executors_join_with_a_key_and_not_without(folder: Path, tmp_path: Path)
                     assert guest.poll() is None
                     time.sleep(0.05)
                 assert server.metric("executors_ready") == 1
-                # Let in, with nobody started again.
+                # Let in, without a restart of any process.
                 shutil.copy(stranger / "public" / "guest.key", folder / "public" / "guest.key")
                 server.wait_for_metric("executors_ready", 2)
                 assert keys(["--keys", str(folder), "revoke", "guest"]) == 0

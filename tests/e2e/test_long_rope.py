@@ -1,4 +1,4 @@
-"""LongRoPE through real processes and HTTP: the answers are those of transformers on both sides of the border."""
+"""LongRoPE through real processes and HTTP: the answers equal transformers' on both sides of the border."""
 
 import asyncio
 import json
@@ -43,6 +43,6 @@ async def test_answers_that_cross_the_border_are_those_of_transformers(tmp_path:
                 )
                 return answer.choices[0].model_dump()["token_ids"]  # type: ignore[no-any-return]
 
-            for _ in range(2):  # the second time beside each other, with what is cached
+            for _ in range(2):  # the second time beside each other, with cached prefixes
                 assert await asyncio.gather(*map(tokens, prompts)) == expected
             assert server.metric("num_preemptions_total") == 0

@@ -1,7 +1,7 @@
 """An executor whose ranks are on two nodes: processes that know of each other by address alone, as on two hosts.
 
 One of the nodes is in a network namespace of its own where this machine allows that, so that all traffic between ranks
-goes through a network that can be cut.
+uses a network that can be cut.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ async def test_a_network_between_nodes_is_cut_under_load_and_no_stream_notices(
     tmp_path: Path, network: Namespace
 ) -> None:
     cases = make_cases(12, 60)
-    # Node 1 needs a network to node 0 alone: it is not told where the scheduler is.
+    # Node 1 needs a network to node 0 alone: it does not get the scheduler's address.
     cluster = Cluster(tmp_path, executor_options=(*BLOCKS, "--plaintext"))
     with running(cluster, 1):
         expected = await references(cluster.url, cases)

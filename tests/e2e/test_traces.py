@@ -124,7 +124,7 @@ def test_a_trace_tells_nothing_of_the_text(server: Served, collector: Collector)
 def test_a_client_that_is_not_sampled_has_no_trace(server: Served, collector: Collector) -> None:
     trace = secrets.token_hex(16)
     assert post(server, {"prompt": "a", "max_tokens": 2}, traceparent=f"00-{trace}-{'c1' * 8}-00")[0] == 200
-    traced(server, collector, {"prompt": "b", "max_tokens": 2}, 9)  # what came before it has been sent by now
+    traced(server, collector, {"prompt": "b", "max_tokens": 2}, 9)  # earlier spans have been sent by now
     assert collector.of_trace(trace) == []
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels behind the real endpoint: interpreted, they serve what the PyTorch executor serves."""
+"""The Triton kernels behind the real endpoint: interpreted, they serve the same tokens as the PyTorch executor."""
 
 import json
 import urllib.request

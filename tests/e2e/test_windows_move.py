@@ -31,7 +31,7 @@ families = pytest.mark.parametrize(
 
 
 class Conversations:
-    """Prompts, and what a model that is saved under ``path`` answers to them."""
+    """Prompts, and the answers to them of a model that is saved under ``path``."""
 
     def __init__(self, family: str, path: Path) -> None:
         build_model(family, path, seed=7)

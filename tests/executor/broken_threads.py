@@ -1,7 +1,7 @@
 """Processes in each of which a thread of another kind ends by an exception, while another thread waits for its work.
 
-python -m tests.executor.broken_threads prints a line of JSON for each kind: its name, the exit code, and what the
-process has logged. One process imports torch for all of them, and is forked before it has other threads.
+python -m tests.executor.broken_threads prints a line of JSON for each kind: its name, the exit code, and the log of the
+process. One process imports torch for all of them, and is forked before it has other threads.
 """
 
 import json
@@ -139,7 +139,7 @@ KINDS: dict[str, Callable[[], None]] = {
 
 
 def _run(kind: Callable[[], None]) -> tuple[int, str]:
-    """Run one kind in a process of its own; return its exit code and what it has logged."""
+    """Run one kind in a process of its own; return its exit code and its log."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

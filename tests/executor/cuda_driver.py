@@ -1,8 +1,8 @@
-"""A fake of ``cuda.bindings.driver`` as far as the virtual memory API goes, which holds to the rules of the real one.
+"""A fake of ``cuda.bindings.driver`` as far as the virtual memory API goes, which enforces the rules of the real one.
 
-Its memory is real: pages of a memfd, mapped where the caller wants them. What is used before ``cuMemSetAccess`` has
-allowed it, or after ``cuMemUnmap``, ends the process, as it would end the CUDA context. What the real driver refuses it
-refuses with ``CUDA_ERROR_INVALID_VALUE``. ``calls`` records the names of the functions that were called.
+Its memory is real: pages of a memfd, mapped where the caller wants them. An access before ``cuMemSetAccess`` or after
+``cuMemUnmap`` ends the process, as it would end the CUDA context. Calls that the real driver refuses return
+``CUDA_ERROR_INVALID_VALUE``. ``calls`` records the names of the functions that were called.
 """
 
 import ctypes
@@ -91,7 +91,7 @@ class FakeDriver:
         if not self._whole(size, alignment) or addr or flags:
             return CUresult.CUDA_ERROR_INVALID_VALUE, 0
         address = self._mmap(None, size + alignment, _PROT_NONE, -1, 0)
-        address += -address % alignment  # what lies before and behind it is never given back
+        address += -address % alignment  # the memory before and behind it is never freed
         self.reserved[address] = size
         return CUresult.CUDA_SUCCESS, address
 
@@ -147,7 +147,7 @@ class FakeDriver:
         return found
 
     def tensor_at(self, address: int, size: int) -> torch.Tensor:
-        """What torch makes of an address on a GPU. It refuses one of which the driver cannot tell the device."""
+        """Return the tensor that torch makes of an address on a GPU; it refuses an address whose device is unknown."""
         if address not in self.accessible:
             raise ValueError("the pointer resides on host memory and is not registered with any CUDA device")
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)

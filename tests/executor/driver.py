@@ -112,7 +112,7 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
 
 
 def _send_messages(runner: Runner, scheduler: Scheduler) -> int:
-    """Ask the runner what features ask it; returns how many grammars it is to compile."""
+    """Send the runner the requests of features; return how many grammars it is to compile."""
     compiling = 0
     for message in scheduler.features.messages(monotonic()):
         runner.handle(message)
@@ -121,7 +121,7 @@ def _send_messages(runner: Runner, scheduler: Scheduler) -> int:
 
 
 def _take(scheduler: Scheduler, message: Copied | AdapterLoaded | GrammarCompiled) -> bool:
-    """Tell the scheduler what the runner has said; whether that was that a grammar is compiled."""
+    """Pass a message of the runner to the scheduler; return whether it was a compiled grammar."""
     if isinstance(message, Copied):
         scheduler.copied(message)
         return False
@@ -134,7 +134,7 @@ def lend(scheduler: Scheduler, runner: Runner, directory: PrefixDirectory) -> No
     """Let this executor lend its blocks to the others in ``directory``, and fetch theirs."""
     endpoint = runner.info.block_endpoint
     assert endpoint
-    scheduler.recoveries.join(directory, Peer(endpoint, runner.info.block_format, scheduler, lambda: None))
+    scheduler.recoveries.planner.join(directory, Peer(endpoint, runner.info.block_format, scheduler, lambda: None))
 
 
 def request(tokens: list[int], max_tokens: int, name: str = "r", n: int = 1, **sampling: object) -> Request:

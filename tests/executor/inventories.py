@@ -1,8 +1,8 @@
 """An executor whose blocks outlive something: its prompts, its scheduler, and a process of its own that can be killed.
 
 python -m tests.executor.inventories MODEL FOLDER [groups]: serves with few blocks, so that most of them go to the host
-memory in FOLDER, says so, and waits to be killed. With ``groups``, a model of two groups of layers computes a prompt,
-whose blocks are copied there.
+memory in FOLDER, prints that, and waits to be killed. With ``groups``, a model of two groups of layers computes a
+prompt, whose blocks are copied there.
 """
 
 import os
@@ -60,7 +60,7 @@ def run_and_kill(model_path: Path, folder: Path, *kind: str) -> None:
 
 
 def store_groups(path: Path, folder: Path) -> None:
-    """Copy the full blocks of a prompt to the host, those of the second group in two lists."""
+    """Copy the full blocks of a prompt to the host, blocks of the second group in two lists."""
     played = Played(build_runner(path, host_folder=folder))
     played.rejoin(keep=False)
     full, windows = played.compute(PROMPTS[3])

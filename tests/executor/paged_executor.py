@@ -1,4 +1,4 @@
-"""An executor made of a ``GroupedBatch`` and dicts: it keeps what is in every slot of every page, and checks reads.
+"""An executor made of a ``GroupedBatch`` and dicts: it keeps the content of every slot of every page, and checks reads.
 
 Windows are read through tables as they are on a device: rings that are as short as they can be.
 """
@@ -89,7 +89,7 @@ class PagedExecutor:
         return StepResult(plan.epoch, plan.step, pack_int32s(drawn))
 
     def check_labels(self) -> None:
-        """What is in a page is what its label says."""
+        """The content of each page matches its label."""
         for page, label in self.labels.known().items():
             slots, tokens = zip(*(self.content[page, at] for at in range(self.block_size)), strict=True)
             assert set(slots) == {int.from_bytes(label[HASH_BYTES:], "little")}
@@ -103,7 +103,7 @@ class PagedExecutor:
         return tokens
 
     def _follow_changes(self, work: StepWork) -> None:
-        """The stretches that are said to have changed are all that have, and entries behind the ends are null."""
+        """The stretches marked as changed are all that have changed, and entries behind the ends are null."""
         batch = self.batch
         for number, ring in enumerate(self.rings, 1):
             ring.note(batch.changed[number], batch.spans[number])

@@ -1,4 +1,4 @@
-"""Checks that a runner generates what transformers does, for tests of several engines."""
+"""Checks that a runner and transformers generate the same tokens, for tests of several engines."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -97,8 +97,8 @@ def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base
     queries, hits = scheduler.prefix_hits
     size, groups = runner.info.block_size, runner.info.groups
     if any(group.state for group in groups):
-        # The snapshot of a prompt lies at one place, and not in all of the last 64 tokens as those of windows. So a
-        # prompt that leaves the path before this place computes what it shares, as the second and the third one do
+        # # The snapshot of a prompt is at one place, while windows have one in each of the last 64 tokens. So a prompt
+        # that leaves the path before this place computes its shared tokens again, as the second and the third one do
         # here; where they leave it, they keep the states for later ones.
         ends = [len(prompt) // size for prompt in prompts]
         kept = [size * (end - 1 if end > 1 else end) for end in ends]
@@ -209,7 +209,7 @@ def beam_request(prompt: list[int], max_tokens: int, beam: BeamParams, n: int, e
 def check_beams(
     runner: ModelRunner, model: transformers.PreTrainedModel, width: int, n: int, early_stopping: Early
 ) -> None:
-    """Beams, some of which end early, are those that ``generate`` finds."""
+    """Beams, some of which end early, equal the beams of ``generate``."""
     rng = random.Random(width)
     requests, wanted = [], []
     num_blocks = runner.info.num_blocks

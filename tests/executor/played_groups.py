@@ -76,7 +76,7 @@ class Played(PlayedRunner):
         return blocks[:full], windows[:full]
 
     def resume(self, tokens: list[int], blocks: list[int], window: tuple[int, list[int]], free: int) -> list[float]:
-        """Return what comes behind a prompt whose full blocks are there, and of the window those from a first one on.
+        """Return the token behind a prompt and its log-probability, from full blocks and a window (first, blocks).
 
         ``free``: an id that no block of the two groups has.
         """

@@ -33,7 +33,7 @@ STATES = 1
 
 @dataclass
 class Row:
-    """A sequence of the batch: its prompt and what it has sampled, its blocks of attention, and the current block of
+    """A sequence of the batch: its prompt and its sampled tokens, its blocks of attention, and the current block of
     states. ``snapshots``: the blocks that it has switched away from, by number of tokens."""
 
     tokens: list[int]
@@ -46,7 +46,7 @@ class Row:
 
 
 class PlayedStates(PlayedRunner):
-    """A runner, its rows, and ids of blocks of both groups that nobody has."""
+    """A runner, its rows, and unused ids of blocks of both groups."""
 
     def __init__(self, path: Path, host_folder: Path | None = None, epoch: int = 1, **options: object) -> None:
         super().__init__(build_runner(path, host_folder=host_folder, **options))  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ class PlayedStates(PlayedRunner):
 
 
 class Family:
-    """A model of a family, and what transformers generates with it."""
+    """A model of a family, and its tokens by transformers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -174,5 +174,5 @@ class Family:
         return [self._random.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
     def generated(self, prompt: list[int], length: int) -> list[int]:
-        """What comes behind a prompt, greedily."""
+        """The tokens behind a prompt, greedily."""
         return reference(self._model, [prompt], [length], "cpu")[0]

@@ -12,8 +12,8 @@ from pagewise_shared.protocol import DEVICE, StepPlan, unpack_int32s
 
 
 class PoisonedRunner(ModelRunner):
-    """A runner of a model with several groups of layers, whose free blocks hold NaN: before each step, those of the
-    scheduler on the device that the plan does not name. ``most_poisoned``: most pages at once."""
+    """A runner of a model with several groups of layers, whose free blocks hold NaN: before each step, the scheduler's
+    free blocks on the device that the plan does not name. ``most_poisoned``: most pages at once."""
 
     most_poisoned = 0
 

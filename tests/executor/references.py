@@ -1,4 +1,4 @@
-"""What transformers generates for the same prompts."""
+"""Tokens of transformers for the same prompts."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from pagewise_shared.segments import TOKEN_ID
 def reference(
     model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: list[int], device: str
 ) -> list[list[int]]:
-    """What ``generate()`` makes of each prompt, greedily, with exactly as many tokens as ``lengths`` says."""
+    """Tokens of ``generate()`` for each prompt, greedily, with exactly ``lengths`` tokens."""
     outputs = []
     for prompt, max_tokens in zip(prompts, lengths, strict=True):
         ids = torch.tensor([prompt], device=device)
@@ -63,10 +63,11 @@ def beam_reference(
 
 
 def segments_reference(model: transformers.PreTrainedModel, request: Request, device: str = "cpu") -> list[int]:
-    """What a model generates greedily for a prompt with segments.
+    """Tokens that a model generates greedily for a prompt with segments.
 
-    Each segment is computed behind the root alone, at positions such that it comes out where it stands and the root as
-    far before it as at the canonical position. RoPE knows distances only, so nothing has to be rotated.
+    Each segment is computed behind the root alone, at positions such that the segment is at its own position in the
+    prompt, and the root as far before it as at the canonical position. RoPE knows distances only, so nothing has to be
+    rotated.
     """
     prompt = [token & TOKEN_ID for token in request.prompt_token_ids]
     cache = transformers.DynamicCache()

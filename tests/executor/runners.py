@@ -53,7 +53,7 @@ def host_of(runner: ModelRunner) -> HostTier:
 
 
 def tokens_and_logprobs(path: Path, dtype: str) -> tuple[dict[str, list[int]], list[float]]:
-    """What a runner samples for a few prompts, and the log-probabilities of it."""
+    """The tokens that a runner samples for a few prompts, and their log-probabilities."""
     runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", dtype=dtype, num_blocks=64))
     requests = [request(list(range(5, 5 + n)), 12, f"r{n}", logprobs=0) for n in (3, 17, 40)]
     _, outputs = run_requests(runner, requests, max_num_batched_tokens=24)

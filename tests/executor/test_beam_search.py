@@ -1,4 +1,4 @@
-"""Beam search finds what transformers' beam search finds, token for token."""
+"""Beam search equals transformers' beam search, token for token."""
 
 import random
 from pathlib import Path

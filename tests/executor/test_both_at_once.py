@@ -1,6 +1,6 @@
 """Loading and computing at once on a GPU, in simulated time, with speeds that were measured on an H200.
 
-Scheduler, worker and host tier are the real ones; only the device is simulated, with its streams and what they cost the
+Scheduler, worker and host tier are the real ones; only the device is simulated, with its streams and their cost on the
 host. Times are predictions for a real device.
 """
 
@@ -66,7 +66,7 @@ def test_the_front_takes_no_longer_for_what_is_loaded_behind_it(patch: pytest.Mo
     for _, _, _, name in sorted(bench.device.log):
         if name.startswith("step"):
             size = int(name.removeprefix("step of "))
-            start = 32_752 if size == 16 else start  # the tokens behind what was loaded
+            start = 32_752 if size == 16 else start  # the tokens behind the loaded ones
             computed += QWEN3.step + QWEN3.token * size + QWEN3.attention * size * (start + size / 2)
             start += size
     bench.close()
@@ -91,7 +91,7 @@ def test_a_load_waits_for_what_reads_its_blocks_and_for_no_step(patch: pytest.Mo
     began = machine.now
     begin(1, DEVICE, HOST, (3, 7))
     pool.copy_blocks(np.array([[5, 6]], np.int32))
-    begin(2, HOST, DEVICE, (7, 4))  # what has just been stored comes back, elsewhere
+    begin(2, HOST, DEVICE, (7, 4))  # the stored block comes back to another place
     machine.wait(lambda: len(done) == 1)
     assert machine.now - began < 2e-3, "the store waits for no step"
     begin(3, HOST, DEVICE, (7, 5))  # which the copy inside the device still has to read

@@ -27,7 +27,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def started(family: str, folder: Path, options: dict[str, Any], *, ahead: bool = True, **shape: int) -> dict[str, Any]:
-    """What a start found in the cache, and what it had to compile."""
+    """The kernels that a start found in the cache, and the kernels that it had to compile."""
     build_model(family, folder, **shape)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.executor.rehearsed_start", str(folder), json.dumps(options)]

@@ -17,7 +17,7 @@ ALLOWED = tuple(range(3, VOCAB_SIZE, 3))
 
 
 def constrained() -> list[Request]:
-    """Requests whose constraints bite: what each of them does, and requests without any beside them."""
+    """Requests whose constraints change their outputs, and requests without any beside them."""
     prompts = [[5 + number, 9, 12, 30, 4] for number in range(6)]
     settings: list[dict[str, object]] = [
         {"allowed": ALLOWED},

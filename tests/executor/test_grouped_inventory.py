@@ -1,4 +1,4 @@
-"""What an executor with several groups of layers holds outlives its scheduler, and on the host itself."""
+"""The KV of an executor with several groups of layers outlives its scheduler, and its KV on the host itself."""
 
 from collections.abc import Iterable
 from itertools import chain

@@ -1,4 +1,4 @@
-"""What an executor holds outlives its scheduler, and what lies on its host outlives the executor itself."""
+"""The KV of an executor outlives its scheduler, and its KV on the host outlives the executor itself."""
 
 import time
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_new_scheduler_finds_the_cache_warm(model_path: Path, expected: list[l
     again = serve(runner, second)
     assert [one.sequences[0].output_token_ids.tolist() for one in again] == expected
     assert [one.num_cached_tokens for one in again] == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
-    # What was generated has names too: a conversation goes on where it was.
+    # Generated blocks have names too: a conversation continues from them.
     longer = request(PROMPTS[0] + expected[0] + [5], 4, name="longer")
     third = scheduler_for(runner, 400)
     third.kv.expect([named_blocks(runner.inventory())])  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Kernels are tried before they serve: each against PyTorch, and one that fails is named by the executor and doctor."""
+"""Kernels are checked before they serve: each against PyTorch, and one that fails is named by the executor and
+doctor."""
 
 import importlib
 import os
@@ -114,7 +115,7 @@ def use(device: torch.device) -> KernelUse:
 
 
 def nothing(*_: object, **__: object) -> None:
-    """A launch that computes nothing: what is returned is what happened to be in memory."""
+    """A launch that computes nothing: results are whatever was in memory."""
 
 
 @pytest.mark.parametrize("name", list(KERNELS))

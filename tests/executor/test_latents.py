@@ -1,4 +1,4 @@
-"""Models with multi-head latent attention (MLA): what they keep, where it goes, and what is refused."""
+"""Models with multi-head latent attention (MLA): their KV, its tiers, and refused options."""
 
 import json
 import random

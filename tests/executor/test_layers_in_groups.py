@@ -1,4 +1,4 @@
-"""Models with several groups of layers: their tokens, the memory they share, and what is never read."""
+"""Models with several groups of layers: their tokens, shared memory, and blocks that are never read."""
 
 import logging
 import random

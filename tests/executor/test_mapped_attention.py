@@ -1,4 +1,4 @@
-"""``--kv-mapping mmu`` gives the tokens of transformers, and those of block tables, with every way that KV goes."""
+"""``--kv-mapping mmu`` gives the tokens of transformers and of block tables, with all copies of KV."""
 
 import random
 from pathlib import Path

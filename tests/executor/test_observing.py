@@ -1,4 +1,4 @@
-"""Reports on a fleet that exchanges blocks: where KV came from, what was copied, at what cost, who was refused."""
+"""Reports on a fleet that exchanges blocks: sources of KV, copies, their cost, and refused requests."""
 
 import asyncio
 from collections.abc import AsyncIterator

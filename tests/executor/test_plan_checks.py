@@ -1,4 +1,4 @@
-"""Checks of plans: what cannot be is named, and lists as long as they may be hold no step up."""
+"""Checks of plans: errors name impossible entries, and lists of maximal length are checked fast."""
 
 import random
 import statistics

@@ -1,4 +1,4 @@
-"""An executor one of whose threads has ended by an exception ends too, with one sentence that says why."""
+"""An executor one of whose threads has ended by an exception ends too, with a sentence about the reason."""
 
 import re
 import signal

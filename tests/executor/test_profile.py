@@ -15,7 +15,7 @@ LARGEST, ROOM = 2048, 8192
 
 
 def exact(start: int, count: int) -> float:
-    """A step whose costs are just those."""
+    """A step with exactly these costs."""
     return STEP + TOKEN * count + start * CONTEXT + ATTENTION * count * (start + count / 2)
 
 

@@ -1,4 +1,4 @@
-"""The kernel reads weight files while Python imports what computes with them."""
+"""The kernel reads weight files while Python imports torch."""
 
 import subprocess
 import threading

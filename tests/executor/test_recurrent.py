@@ -34,7 +34,7 @@ def test_chunks_of_all_sizes_among_decodes(family: Family) -> None:
 
 
 def test_several_chunks_in_a_step(family: Family) -> None:
-    """Chunks of equal size are one batch, whether a prompt begins or goes on."""
+    """Chunks of equal size are one batch, both first chunks of prompts and later ones."""
     played = PlayedStates(family.path)
     rows = [played.join(number, family.prompt(length)) for number, length in enumerate((14, 14, 21, 3))]
     played.step({0: 7, 1: 7, 2: 7})
@@ -74,7 +74,7 @@ def test_rows_go_on_from_snapshots(family: Family) -> None:
 
 
 def test_states_behind_drafts(family: Family) -> None:
-    """Drafts that are right in part, across the ends of blocks, among decodes: states are those of what is kept."""
+    """Drafts that are right in part, across the ends of blocks, among decodes: states follow from the kept tokens."""
     played = PlayedStates(family.path)
     row, other = (played.join(number, family.prompt(length)) for number, length in enumerate((14, 6)))
     played.step({0: 14, 1: 6})

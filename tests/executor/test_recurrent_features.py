@@ -1,4 +1,4 @@
-"""What requests may ask of models with recurrent layers: beams, grammars, seeds and several outputs; and adapters."""
+"""Options of requests with recurrent layers: beams, grammars, seeds and several outputs; and adapters."""
 
 import random
 from pathlib import Path

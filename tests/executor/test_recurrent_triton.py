@@ -44,7 +44,7 @@ def test_chunks_among_decodes_and_snapshots(name: str, tmp_path: Path, device: t
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_states_behind_drafts(name: str, tmp_path: Path, device: torch.device) -> None:
-    """Drafts that are right in part, across the ends of blocks, among decodes: states are those of what is kept."""
+    """Drafts that are right in part, across the ends of blocks, among decodes: states follow from the kept tokens."""
     build_model(name, tmp_path, seed=7)
     family, played = Family(tmp_path), PlayedStates(tmp_path, kernels="triton", device=device.type, dtype="float32")
     row, other = (played.join(number, family.prompt(length)) for number, length in enumerate((14, 6)))

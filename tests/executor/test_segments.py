@@ -1,4 +1,4 @@
-"""Segments of prompts: their tokens are those of transformers with the same attention, whatever is cached or lost."""
+"""Segments of prompts: their tokens equal transformers' with the same attention, with any blocks cached or lost."""
 
 import random
 from pathlib import Path
@@ -75,7 +75,7 @@ def load(path: Path) -> transformers.PreTrainedModel:
 
 
 def check(runner: ModelRunner, model: transformers.PreTrainedModel, requests: list[Request], **options: object) -> int:
-    """Serve requests; their tokens must be those of transformers. Returns how often sequences were preempted."""
+    """Serve requests; their tokens must equal transformers'. Returns how often sequences were preempted."""
     with torch.inference_mode():
         expected = [segments_reference(model, asked) for asked in requests]
     scheduler, _ = run_requests(runner, requests, **options)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ from pagewise_shared.sampling import SamplingParams, TokenConstraints
 
 
 class Scheduler:
-    """The other end of the wire: sends what a test wants, and hands out what comes in."""
+    """The other end of the wire: sends messages for a test, and returns incoming ones."""
 
     def __init__(self, endpoint: str) -> None:
         self.context = zmq.asyncio.Context()

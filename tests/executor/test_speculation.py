@@ -1,4 +1,4 @@
-"""Drafts that a real model verifies: the tokens are those without drafts, whatever runs beside them."""
+"""Drafts that a real model verifies: the tokens are the same without drafts, with any requests beside them."""
 
 import random
 from pathlib import Path

@@ -37,7 +37,7 @@ def pairs(sources: list[int], targets: list[int]) -> bytes:
 
 
 def go_on(played: PlayedStates, family: Family, row: Row, blocks: list[int], states: int) -> None:
-    """Check what comes behind the first 16 tokens of a row, whose blocks are these now."""
+    """Check the tokens behind the first 16 tokens of a row, whose blocks are these now."""
     moved = Row(row.tokens, blocks, -1, snapshots={AT: states})
     fork = played.join(1, row.tokens[:AT] + family.prompt(3), shared=moved, at=AT)
     played.step({1: 3})

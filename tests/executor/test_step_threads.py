@@ -1,4 +1,4 @@
-"""How many threads a step is computed with: what is faster now, or one if more gain little."""
+"""The number of threads of a step: the faster one at present, or one if more gain little."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,7 +17,7 @@ def _same_threads_afterwards() -> Iterator[None]:
 
 
 class Machine:
-    """Steps take what ``seconds`` says of their tokens and threads."""
+    """Steps take ``seconds`` of their tokens and threads."""
 
     def __init__(self, seconds: Callable[[int, int], float], most: int = THREADS) -> None:
         self.now, self.seconds = 0.0, seconds
@@ -35,7 +35,7 @@ class Machine:
 
 
 def usual(had: list[int]) -> int:
-    """What most steps had; some have been tried the other way."""
+    """The number of threads of most steps; some were trials of the other number."""
     return max(set(had), key=had.count)
 
 
@@ -76,7 +76,7 @@ def test_steps_that_something_else_has_slowed_down_change_nothing() -> None:
 def test_only_steps_of_the_same_size_are_compared() -> None:
     machine = Machine(lambda tokens, threads: tokens / threads)
     for _ in range(200):
-        for tokens in (5, 6, 7):  # in turns, so a step that was tried has no equal beside it
+        for tokens in (5, 6, 7):  # in turns, so a trial step has no equal beside it
             machine.run(tokens, 1)
     assert usual(machine.run(5, 3)) == THREADS
 

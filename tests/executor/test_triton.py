@@ -1,4 +1,4 @@
-"""The executor on the Triton kernels: interpreted on the CPU with tiny models, the real thing on a GPU."""
+"""The executor on the Triton kernels: interpreted on the CPU with tiny models, compiled on a GPU."""
 
 import random
 from pathlib import Path
@@ -28,7 +28,7 @@ LENGTHS = [(1, 6), (3, 4), (17, 5), (9, 7)]
 def check(
     family: str, path: Path, device: str, lengths: list[tuple[int, int]], pool_blocks: int = 14, **options: object
 ) -> None:
-    """``pool_blocks``: what the scheduler hands out, few enough that sequences lose theirs."""
+    """``pool_blocks``: the scheduler's blocks, few enough that sequences are preempted."""
     build_model(family, path, seed=7)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
@@ -183,7 +183,7 @@ def test_triton_without_a_gpu_says_what_it_needs(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.interpreted
 def test_activations_are_measured_of_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no more rows than there are, with the log-probabilities of all prompts, beside what all steps keep."""
+    """With the most rows possible, log-probabilities of all prompts, and the memory that all steps keep."""
     build_model("llama", tmp_path)
     options = ExecutorConfig(
         model=str(tmp_path), device="cpu", kernels="triton", block_size=4, num_blocks=8, profile=False,

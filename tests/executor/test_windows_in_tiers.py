@@ -40,7 +40,7 @@ gemma3 = model_fixture("gemma3", seed=7)
 
 
 class Conversations:
-    """Prompts, their next turns, and what a model answers to them."""
+    """Prompts, their next turns, and a model's answers to them."""
 
     def __init__(self, path: Path) -> None:
         rng = random.Random(3)
@@ -110,14 +110,14 @@ def look_up(runner: ModelRunner, scheduler: Scheduler, asked: Request) -> None:
 
 
 def check_stored(path: Path, **options: object) -> None:
-    """What one executor has stored, another one with the same store begins with."""
+    """An executor begins with the windows that another one has stored in the same store."""
     conversations = Conversations(path)
     first, again = conversations.turn(0), conversations.turn(1)
     runners = [build_runner(path, **options) for _ in range(2)]
     run_requests(runners[0], first, num_blocks=22, recovery="swap")
     scheduler, _ = run_requests(runners[1], [], recovery="swap")
     deadline = monotonic() + 60
-    while sum(sum(one.stored.values()) for one in again) <= 10:  # until what is written has arrived
+    while sum(sum(one.stored.values()) for one in again) <= 10:  # until all writes have arrived
         assert monotonic() < deadline
         for one in again:
             look_up(runners[1], scheduler, one)

@@ -31,7 +31,7 @@ class Step:
 
 @dataclass
 class Device:
-    """A runner whose steps take as long as a test says. ``refuses``: steps that cannot be issued."""
+    """A runner whose steps take a time that a test sets. ``refuses``: steps that cannot be issued."""
 
     refuses: tuple[int, ...] = ()
     fails: tuple[int, ...] = ()

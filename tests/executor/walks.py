@@ -1,4 +1,4 @@
-"""Random walks through conversations: turns, forks, edits of what was said, cancellations, several outputs, and moves.
+"""Random walks through conversations: turns, forks, edits of earlier turns, cancellations, several outputs, and moves.
 
 The real scheduler core runs real executors with too little memory. Every token of every output is checked afterwards
 against one uncached pass of transformers over the prompt and the output.
@@ -33,7 +33,7 @@ from tests.sampling import sampling_params
 MOST_PROMPT, MOST_OUTPUT = 90, 30
 MOST_SEQS, BUDGET = 12, 64
 CLOSE = 1e-3
-"""By how much log-probabilities of chunks, blocks and batches may differ from those of one pass."""
+"""The greatest difference between log-probabilities of chunks, blocks and batches, and of one pass."""
 
 
 class Member:
@@ -81,7 +81,7 @@ class Member:
         if keeps_blocks:
             self.scheduler.kv.expect(checked_inventory(info))
         peer = Peer(info.block_endpoint, info.block_format, self.scheduler, lambda: None)
-        self.scheduler.recoveries.join(self.directory, peer)
+        self.scheduler.recoveries.planner.join(self.directory, peer)
         self.runner.reset(Welcome(self._epoch, MOST_SEQS, BUDGET, keeps_blocks=keeps_blocks))
 
     def lose(self) -> list[Request]:
@@ -91,7 +91,7 @@ class Member:
         asked, self.looked_up = [*self.looked_up.values()], {}
         moved = self.scheduler.release_all()
         self.scheduler.kv.close()
-        del self.directory.peers[self.scheduler.recoveries.endpoint]
+        del self.directory.peers[self.scheduler.recoveries.planner.endpoint]
         return moved + asked
 
     def fail(self) -> None:
@@ -107,7 +107,7 @@ class Member:
         self.results.clear()
 
     def count(self) -> None:
-        """Add the counts of the scheduler to those of the earlier ones."""
+        """Add the counts of the scheduler to the earlier counts."""
         scheduler = self.scheduler
         counts = scheduler.kv.pool.counters.by_name() | {
             "preempted": scheduler.num_preemptions,
@@ -117,7 +117,7 @@ class Member:
         self.counts = {name: self.counts.get(name, 0) + count for name, count in counts.items()}
 
     def add(self, request: Request) -> None:
-        """Add a request, as soon as the tier without ids has said how much it has of it."""
+        """Add a request, as soon as the tier without ids has answered how many of its blocks it has."""
         if not self.scheduler.kv.hashed:
             self.scheduler.add(request)
             return
@@ -183,7 +183,7 @@ class Walk:
     def _prompt(self) -> list[int]:
         """A new conversation, or a turn, a fork or an edit of one."""
         rng = self._rng
-        # Most of those that were heard of last; now and then an old one, of which lower tiers have the blocks.
+        # Most of them recent; now and then an old one, of which lower tiers have the blocks.
         near = min(len(self._texts), rng.choice((8, 8, 30, 200)))
         text = self._texts[-rng.randrange(1, near + 1)]
         match rng.randrange(8):
@@ -297,7 +297,7 @@ class Walk:
             member.step()
         member.count()
 
-    # ---- what is right -------------------------------------------------------------------------------
+    # ---- expectations --------------------------------------------------------------------------------
 
     def check(self) -> tuple[int, float]:
         """Compare every token with an uncached pass; returns the number of tokens, and by how much the log-probability

@@ -10,7 +10,7 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["pagewise_executor", "pagewise_shared"]):
-    from pagewise_executor import input_batch, plan_checks  # noqa: F401 - these are what is to be seen
+    from pagewise_executor import input_batch, plan_checks  # noqa: F401 - modules whose branches guide the fuzzer
 
 from tests.fuzz.test_plans import test_what_the_input_batch_accepts_stays_inside_the_pool as plans
 

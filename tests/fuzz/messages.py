@@ -62,7 +62,7 @@ def frames(direction: Any) -> st.SearchStrategy[bytes]:
 def _fits(message: Message) -> bool:
     try:
         encode(message)
-    except (OverflowError, UnicodeEncodeError):  # what msgpack cannot say, nobody can send
+    except (OverflowError, UnicodeEncodeError):  # a message that msgpack cannot encode is never sent
         return False
     return True
 
@@ -109,4 +109,4 @@ LENGTHS = [
         b"\x81\x01" * 50_000,
     )
 ]
-"""Frames that claim lengths which nobody sends, or nest without an end."""
+"""Frames that claim impossible lengths, or nest without an end."""

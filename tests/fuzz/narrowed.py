@@ -1,4 +1,4 @@
-"""The OpenAPI document, narrowed to requests that get past the first checks, so that fuzzing reaches what lies behind.
+"""The OpenAPI document, narrowed to requests that get past the first checks, so that fuzzing reaches the code behind.
 
 Made from the document alone, most requests name a model that does not exist, or tokens outside the vocabulary.
 """

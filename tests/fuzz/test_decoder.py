@@ -50,7 +50,7 @@ def test_frames_are_messages_or_errors(data: st.DataObject, direction: tuple[Any
     decode, kinds = direction
     frame = data.draw(frames(kinds))
     message = decoded(decode, frame)
-    if message is not None:  # what was understood can be said again, and means the same
+    if message is not None:  # a decoded message can be encoded again, and means the same
         assert repr(decoded(decode, encode(message))) == repr(message)
 
 

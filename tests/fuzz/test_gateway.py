@@ -1,4 +1,4 @@
-"""Whatever a scheduler sends, a gateway goes on: the next one that makes sense gets all requests, and serves them."""
+"""After any messages of a scheduler, a gateway works: the next valid scheduler gets and serves all requests."""
 
 import asyncio
 from typing import Any
@@ -65,7 +65,7 @@ def fits(message: Message) -> bool:
 
 
 class Gateway:
-    """A link without a socket: ``outbox`` holds what it would send."""
+    """A link without a socket: ``outbox`` holds its messages."""
 
     def __init__(self) -> None:
         self.metrics = Metrics("m")
@@ -81,7 +81,7 @@ class Gateway:
         return self.link.submit(request, AnswerOptions(**options))
 
     def finish(self, epoch: int) -> None:
-        """What a good scheduler does: it lets the gateway in, and generates what is missing."""
+        """Act as a good scheduler: let the gateway in, and generate the missing tokens."""
         self.outbox.clear()
         self.connection.take(encode(GatewayWelcome(epoch)))
         for message in map(decode_from_gateway, list(self.outbox)):
@@ -101,7 +101,7 @@ class Gateway:
 
 
 async def ending(live: LiveRequest) -> list[str | None]:
-    """How each output ended, or that the request failed, which it may: it was told so."""
+    """How each output ended, or that the request failed, which it may: it got an error."""
     ended: dict[int, str | None] = {}
     try:
         while news := await live.next():

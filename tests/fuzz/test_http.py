@@ -24,9 +24,9 @@ pytestmark = pytest.mark.timeout(300 * EFFORT)
 
 MODEL, VOCAB_SIZE = "pagewise-demo", 4096
 GROWTH = 64 * 2**20
-"""Bytes that the scheduler may have more after requests than before: far less than what went through it."""
+"""Bytes that the scheduler may have more after requests than before: far less than the requests' bytes."""
 REFUSED_GROWTH = 16 * 2**20
-"""The same of what is refused at once."""
+"""The same for requests that are refused at once."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def schemathesis(server: Served, document: Any, directory: Path, *options: str) 
     seed = "1" if EFFORT == 1 else str(random.randrange(2**31))  # the suite tries the same each time
     command = [sys.executable, "-m", "schemathesis.cli", "run", "openapi.json", "--url", server.url, "--seed", seed]
     command += ["--continue-on-failure", "--request-timeout", "60", "--suppress-health-check", "all", "--no-color"]
-    # A request may be refused for what no schema can say: that fields exclude each other, for instance.
+    # A request may be refused for reasons that no schema can express: fields that exclude each other, for instance.
     command += ["--exclude-checks", "positive_data_acceptance", *options]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=200 + 60 * EFFORT)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -145,7 +145,7 @@ def nearly_http(draw: st.DrawFn) -> bytes:
 
 
 def talk(server: Served, data: bytes, seconds: float) -> bytes:
-    """What comes back first for these bytes within so many seconds; nothing if the rest of them is waited for."""
+    """The first bytes of the answer within so many seconds; empty if the server waits for more."""
     target = urlsplit(server.url)
     with socket.create_connection((target.hostname, target.port), timeout=seconds) as connection:
         try:
@@ -157,7 +157,7 @@ def talk(server: Served, data: bytes, seconds: float) -> bytes:
 
 @pytest.fixture(scope="module")
 def resident_before_bytes(server: Served) -> float:
-    """What the scheduler takes once it has met all that is no HTTP, and has loaded what it answers that with."""
+    """The scheduler's memory after it has seen all input that is no HTTP, and has loaded the code that answers it."""
     for data in (*PIECES, *NO_HTTP):
         talk(server, data + b"\r\n\r\n", 0.1)
     return resident(server)
@@ -172,7 +172,7 @@ def test_bytes_that_are_hardly_http(server: Served, resident_before_bytes: float
 
 
 def test_nothing_is_left_of_them(server: Served, resident_before_bytes: float) -> None:
-    # Sixty megabytes of them: what is kept of each connection, or of what it sent, would be seen.
+    # Sixty megabytes of them: memory kept for each connection, or for its bytes, would be seen.
     for _ in range(400):
         for data in NO_HTTP:
             start, rest = data.split(b"\r\n", 1)

@@ -28,7 +28,7 @@ ROWS, BLOCKS, HOST_BLOCKS, BLOCK_SIZE, MAX_LEN, VOCAB = 3, 8, 4, 4, 14, model_bu
 
 
 def ints(low: int, high: int) -> st.SearchStrategy[int]:
-    """Mostly what is there, sometimes what is just not."""
+    """Mostly existing values, sometimes values just outside."""
     there = st.integers(low, high - 1)
     return st.one_of(there, there, there, there, st.sampled_from([low - 1, high]), messages.INTS)
 
@@ -99,7 +99,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def join(row: int, size: int, computed: int) -> StepPlan:
-    """What a scheduler would send first: a sequence whose tokens are computed in one chunk, or in two."""
+    """A scheduler's first plan: a sequence whose tokens are computed in one chunk, or in two."""
     blocks = pack_int32s(range(2 * row, 2 * row + 2))
     new = NewSequence(row, pack_int32s(range(size)), size, 0, blocks, SamplingParams(temperature=0))
     return StepPlan(1, 1, joined=(new,), chunks=((row, min(size, computed)),))
@@ -113,7 +113,7 @@ GOOD = st.one_of(JOIN, JOIN, *[st.just(StepPlan(1, 1))] * 3)
 def nearly_good(draw: st.DrawFn) -> StepPlan:
     plan = draw(GOOD)
     names = draw(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=2, unique=True))
-    if "joined" in names and draw(st.booleans()):  # what sequences share comes with them
+    if "joined" in names and draw(st.booleans()):  # shared constraints come with sequences
         names.append("constraints")
     return msgspec.structs.replace(plan, **{name: draw(FIELDS[name]) for name in names})
 

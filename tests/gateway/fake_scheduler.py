@@ -83,7 +83,7 @@ class Run:
 
 @dataclass
 class Member:
-    """A gateway, and what it has submitted, by the first stream."""
+    """A gateway, and its submissions, by the first stream."""
 
     hello: GatewayHello
     epoch: int
@@ -101,11 +101,11 @@ class FakeScheduler:
         fail_after, fail_kind: tokens after which a prompt fails.
         step_seconds: time between two rounds. tokens_per_round: of each stream.
         silent: nothing is answered, and nothing generated. paused: nothing is generated. mute: requests without prompts
-            are not told that they may run.
+            get no leave to run.
         heartbeat_ms: as in the welcome. no_grammars, problems: of the fleet.
-        submits: what was submitted. hellos, aborts, stops, goodbyes: what came. snapshots: the last metrics by gateway.
-        reports: what queries are answered, by kind and argument. queries: what was asked for.
-        views: what consoles are told, by part. endable: ids of requests that an operator can end.
+        submits, hellos, aborts, stops, goodbyes: the received messages. snapshots: the last metrics by gateway.
+        reports: the answers to queries, by kind and argument. queries: the received queries.
+        views: the content for consoles, by part. endable: ids of requests that an operator can end.
         keys: public and secret key, if connections are encrypted.
         replies: tokens of the outputs of the next requests, one after the other, in the place of their prompts'.
     """
@@ -179,7 +179,7 @@ class FakeScheduler:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if self.keys is not None:  # whoever knows its public key may come in
+        if self.keys is not None:  # any client that knows its public key may come in
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = self.keys
         self._socket.bind(endpoint)
@@ -348,7 +348,7 @@ def streams_of(submit: Submit) -> list[Stream]:
             stream = Stream(submit.stream + index * submit.params.n + output, tokens, output, 0, False)
             if prompt.progress:
                 known = unpack_int32s(prompt.progress[output].tokens).tolist()
-                for token in known:  # a gateway goes on with what it was sent, nothing else
+                for token in known:  # a gateway resumes with exactly the tokens that it was sent
                     assert token == stream.token()
                     stream.position += 1
                 stream.finished = prompt.progress[output].finished
@@ -436,7 +436,7 @@ def logprobs_of(token: int, index: int, wanted: int) -> TokenLogprobs:
 
 
 def render(families: tuple[MetricFamily, ...]) -> bytes:
-    """Prometheus' text format of what a gateway has sent."""
+    """A gateway's metrics in Prometheus' text format."""
     lines = []
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")

@@ -1,4 +1,4 @@
-"""Connections to a gateway on which a test says what is sent and when something is read."""
+"""Connections to a gateway on which a test controls the bytes sent and the times of reading."""
 
 import asyncio
 import socket
@@ -12,7 +12,7 @@ LONG = 1_000_000
 
 
 def http_bytes(path: str, body: bytes, extra: str = "", length: int | None = None) -> bytes:
-    """A POST as it goes over the wire."""
+    """The bytes of a POST request."""
     size = len(body) if length is None else length
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n{extra}\r\n"
     return head.encode() + body

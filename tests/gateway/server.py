@@ -55,7 +55,7 @@ class Server:
         return render(self.metrics.snapshot()).decode()
 
     async def until_joined(self) -> None:
-        """Wait until a scheduler has let the gateway in and told what its executors can hold."""
+        """Wait until a scheduler has let the gateway in and reported the capacity of its executors."""
         async with asyncio.timeout(10):
             while not self.scheduler_client.answers or (
                 self.scheduler.ready and not self.scheduler_client.ready_executors

@@ -27,7 +27,7 @@ def scheduler(**fields: Any) -> FakeScheduler:
 
 @dataclass
 class Gateway:
-    """A process: where it listens, and what it has logged."""
+    """A process: the address on which it listens, and its log."""
 
     process: Process
     url: str = ""
@@ -49,7 +49,7 @@ class Gateway:
 
 @asynccontextmanager
 async def started(*arguments: str, listens: bool = True) -> AsyncIterator[Gateway]:
-    """A gateway on a free port, if nothing else is said; it has ended when the context has."""
+    """A gateway, on a free port by default; it has ended when the context has."""
     options = [] if "--port" in arguments else ["--port", "0"]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pagewise_gateway.main", *options, *arguments, stdout=PIPE, stderr=PIPE

@@ -1,4 +1,4 @@
-"""The counters of repeated text, through a real gateway: what they count, and what not."""
+"""The counters of repeated text, through a real gateway: counted texts, and texts that do not count."""
 
 import asyncio
 import random
@@ -59,8 +59,8 @@ async def test_texts_of_conversations_are_counted_too() -> None:
 
 
 async def nothing_but_the_last(server: Server, last: list[int], key: str = "") -> None:
-    """Send a text twice, behind different prefixes. Prompts are looked at in order, so when it has been counted, what
-    came before has been looked at, and has not been counted."""
+    """Send a text twice, behind different prefixes. Prompts are searched in order, so when it has been counted, earlier
+    prompts have been searched, and have not been counted."""
     await complete(server, ids(91, 120) + last, key)
     await complete(server, ids(92, 120) + last, key)
     await server.scheduler.until(lambda: value(server.metrics, REPEATED) >= len(last) - 2 * EDGE)

@@ -1,4 +1,4 @@
-"""What is found of earlier prompts: planted texts wherever they stand, prefixes apart, salts apart, bounded memory."""
+"""Texts found in earlier prompts: planted anywhere, prefixes apart, salts apart, bounded memory."""
 
 import random
 from array import array
@@ -28,7 +28,7 @@ EDGE = WINDOW - 1
 
 
 def text(rng: random.Random, length: int) -> "array[int]":
-    """Tokens that nobody else has."""
+    """Tokens that no other prompt has."""
     return array("i", (rng.randrange(1 << 31) for _ in range(length)))
 
 
@@ -40,7 +40,7 @@ def joined(*parts: "array[int]") -> "array[int]":
 
 
 def contained(tokens: "array[int]", earlier: list["array[int]"]) -> set[int]:
-    """Positions of a prompt in a window that an earlier one contains, told by comparing them."""
+    """Positions of a prompt in a window that an earlier one contains, found by comparing them."""
     known = {tuple(one[i : i + WINDOW]) for one in earlier for i in range(len(one) - EDGE)}
     starts = [i for i in range(len(tokens) - EDGE) if tuple(tokens[i : i + WINDOW]) in known]
     return {i + offset for i in starts for offset in range(WINDOW)}
@@ -134,7 +134,7 @@ def test_pieces_change_nothing(seed: int, length: int, piece: int) -> None:
             prompts = [joined(one, two), joined(one, text(rng, 3), two), joined(text(rng, 7), one)]
             return [finder.examine(prompt, "s") for prompt in prompts]
 
-    # The secret differs, and with it the sample: what must not differ is the prefix, and what is lost at the edges.
+    # The secret differs, and with it the sample. The prefix, and the loss at the edges, must not differ.
     for whole, cut in zip(results(1 << 14), results(piece * WINDOW), strict=True):
         assert (whole.num_tokens, whole.prefix) == (cut.num_tokens, cut.prefix)
         assert abs(whole.repeated - cut.repeated) <= 4 * EDGE

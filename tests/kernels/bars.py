@@ -1,4 +1,4 @@
-"""What compiled kernels may take: bars against regressions, for compute capability 9.0, by the version of Triton."""
+"""Limits of compiled kernels against regressions, for compute capability 9.0, by the version of Triton."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ class Bar(NamedTuple):
     """``registers`` per thread; ``loops``: instructions of each innermost loop, in the order of the code, or of the
     whole kernel if it has none. A kernel that is launched more than once in a case has a bar for all of its launches.
 
-    ``spilled``: bytes per thread. Each is the most that is allowed, and a few per cent above what was last measured.
+    ``spilled``: bytes per thread. Each is the greatest allowed number, a few per cent above the last measurement.
     """
 
     registers: int
@@ -106,4 +106,4 @@ KV in registers, and of prefills with seven query heads per KV head."""
 MOST_SPILLED_SPECIALISED = 208
 """The same of prefill by specialised warps with seven query heads per KV head, whose rows are divided by it."""
 MOST_RELOADED = {"3.6": 22, "3.7": 22, "3.9": 30}
-"""Reads of what was spilled in the loops of its consumers, of 1,460 instructions."""
+"""Reads of spilled registers in the loops of its consumers, of 1,460 instructions."""

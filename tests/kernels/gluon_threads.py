@@ -1,8 +1,8 @@
 """Runs kernels in Gluon, which has no interpreter, on threads: one for each partition of warps of a program.
 
-The module of a kernel is imported anew, with this module in the place of Gluon's. What a device may do late or early
-is done at the worst moment: a copy destroys its target when it begins, and brings values only when somebody waits for
-them; a product reads shared memory only when it is waited for. So a buffer that is filled before all have
+The module of a kernel is imported anew, with this module in the place of Gluon's. Operations that a device may do late
+or early happen at the worst moment: a copy destroys its target when it begins, and brings values only when a thread
+waits for them; a product reads shared memory only when it is waited for. So a buffer that is filled before all have
 read it, or read before it is filled, makes results NaN. A wait that never ends raises ``DeadlockError``.
 """
 
@@ -41,7 +41,7 @@ class Pointer:
 
 
 class Barrier:
-    """Flips its phase after ``count`` arrivals. Those of copies come when the barrier is waited for, and not before."""
+    """Flips its phase after ``count`` arrivals. Copies arrive when a thread waits for the barrier, and not before."""
 
     def __init__(self) -> None:
         self.count = self.missing = self.phase = 0
@@ -235,7 +235,7 @@ def _modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def on_threads(name: str, change: tuple[str, str] | None = None) -> Iterator[ModuleType]:
-    """The module ``name`` of kernels, which ``launch`` runs. ``change``: a piece of source, and what replaces it."""
+    """The module ``name`` of kernels, which ``launch`` runs. ``change``: a piece of source, and its replacement."""
     found = importlib.util.find_spec(name)
     assert found is not None
     assert found.origin is not None

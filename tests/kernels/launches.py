@@ -1,4 +1,4 @@
-"""Launches a small kernel by Triton and by handles, and compares what the driver is told. A process of its own runs it:
+"""Launches a small kernel by Triton and by handles, and compares the calls of the driver. A process of its own runs it:
 
     python -m tests.kernels.launches
 
@@ -41,7 +41,7 @@ def probe_kernel(source, target, count, stride, factor, SIZE: tl.constexpr, NAME
 
 
 def run(driver: FakeDriver, arguments: tuple[Any, ...], grid: tuple[int, ...] = (3,), **options: object) -> Launch:
-    """What the driver is told by Triton's launch, and by the first, second and third by a handle."""
+    """The driver's arguments of Triton's launch, and of the first, second and third by a handle."""
     options = {"SIZE": 16, "NAME": "a", "num_warps": 1, "enable_fp_fusion": True} | options
     handles = Handles()
     with driver.recorded() as recorded:
@@ -61,7 +61,7 @@ HANDLES = Handles()
 
 
 def check_kinds(driver: FakeDriver) -> None:
-    """Arguments that Triton tells apart are launched with the kernel that was compiled for them."""
+    """Arguments that Triton distinguishes are launched with the kernel that was compiled for them."""
     floats, halves = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
     base = run(driver, (floats, floats, 5, 4, 0.5))
     assert run(driver, (floats, floats, 0, 4, 0.5)).function == base.function
@@ -90,7 +90,7 @@ def check_kinds(driver: FakeDriver) -> None:
 
 
 def check_dependent_launches(driver: FakeDriver) -> None:
-    """The kernels of decode steps begin early where the device can and nobody has forbidden it; others never do."""
+    """The kernels of decode steps begin early where the device can and it is not forbidden; others never do."""
     floats = torch.zeros(64)
     assert not run(driver, (floats, floats, 5, 4, 0.5)).dependent
     assert run(driver, (floats, floats, 5, 4, 0.5), launch_pdl=True).dependent
@@ -119,7 +119,7 @@ def check_dependent_launches(driver: FakeDriver) -> None:
 
 
 def _make_empty(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What a library of the device would compute."""
+    """The result of a device library's product, empty."""
     return x.new_zeros(len(x), len(weight))
 
 
@@ -163,7 +163,7 @@ def check_hooks(driver: FakeDriver) -> None:
 
 
 class _Watching(logging.Handler):
-    """Keeps what the handles' log says."""
+    """Keeps the log of the handles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class _Watching(logging.Handler):
 
 
 def check_unexpected(driver: FakeDriver) -> None:
-    """What handles cannot launch Triton launches; the log says so once, and all are counted."""
+    """Triton launches kernels that handles cannot launch; this is logged once, and all are counted."""
     floats = torch.zeros(64)
     watching = _Watching()
     logging.getLogger("pagewise_kernels.handles").addHandler(watching)

@@ -1,4 +1,4 @@
-"""What the kernels should compute, in plain PyTorch and float64."""
+"""The expected results of the kernels, in plain PyTorch and float64."""
 
 import torch
 

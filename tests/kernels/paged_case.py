@@ -1,4 +1,4 @@
-"""Problems of paged attention: a pool with random KV, and what the oracle says."""
+"""Problems of paged attention: a pool with random KV, and the oracle's results."""
 
 import itertools
 from dataclasses import dataclass

@@ -71,7 +71,7 @@ def test_the_deterministic_mode_equals_the_oracle_too(name: str, device: torch.d
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["window", "window and softcap", "attention chunks", "block size 3, window"])
 def test_tables_of_windows_may_be_rings(name: str, deterministic: bool, device: torch.device) -> None:
-    """Results have the same bits as with whole tables, and blocks that nobody sees are not there."""
+    """Results have the same bits as with whole tables, and unseen blocks are not there."""
     case = Case(block_size=3, window=20) if name == "block size 3, window" else SMALL[name]
     case = dataclasses.replace(case, lengths=(300, 150, 65, 16, 1))
     case.pool(device)

@@ -73,7 +73,7 @@ def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) ->
         assert kernel["lets_next"] == begins_early, name
         if kernel["kernel"] in WEIGHTS_OF_COLUMN and target == 90 and "fp32" not in str(kernel["case"]):
             assert kernel["mma"] == "wgmma", f"{name}: weights go through registers"
-            # What makes numbers of codes takes so many instructions that they are read at half this speed at most.
+            # Decoding numbers takes so many instructions that codes are read at half this speed at most.
             assert in_flight(kernel) >= LEAST_IN_FLIGHT // (2 if "mxfp4" in name else 1), name
         if str(kernel["kernel"]).endswith("decode_attention_kernel"):
             threads = 32 * int(str(kernel["num_warps"]))
@@ -113,7 +113,7 @@ def in_flight(kernel: dict[str, Any]) -> int:
 
 
 def check_bars(found: list[dict[str, object]], bars: Bars) -> None:
-    """What is fast by the instructions that it takes stays so: another compiler or another line may double them."""
+    """Kernels that need few instructions keep them: another compiler or another line may double their number."""
     failed, seen = [], set()
     for kernel in found:
         key = str(kernel["case"]), str(kernel["kernel"])

@@ -272,7 +272,7 @@ def test_a_poisoned_sequence_does_not_reach_its_neighbours(build: Variant) -> No
     keys[3], values[3] = float("nan"), float("inf")
     tables = np.array([[3, 0], [1, 2]], np.int32)
     k, v = torch.randn(2, 2, 2, 16)
-    for _ in range(2):  # twice: what the first left behind must not matter
+    for _ in range(2):  # twice: the first step must not change the second
         step = CpuStep(
             np.array([13, 10]), tables, np.array([0, 1]), np.array([2, 7]), np.zeros((0, 4), np.int64), block_size=4
         )

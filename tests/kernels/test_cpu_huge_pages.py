@@ -1,4 +1,4 @@
-"""Memory for packed weights: zeros that nobody else has, on huge pages."""
+"""Memory for packed weights: zeros of its own, on huge pages."""
 
 from pathlib import Path
 

@@ -27,7 +27,7 @@ def check(rows: int, ins: int, outs: int, biased: bool) -> torch.Tensor:
     layer = Int8Weight(weight, bias)
     found = layer.linear(x)
     torch.testing.assert_close(found.double(), oracle(x, weight, bias), rtol=1e-5, atol=1e-5)
-    # Within what rounding both sides may cost of the exact product.
+    # Within the rounding errors of both sides of the exact product.
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     assert float((found - exact).abs().max()) < 0.1 * ins**0.5 + 1e-5
     for row in range(rows):
@@ -73,7 +73,7 @@ def test_weights_that_are_int8_already_keep_their_scales() -> None:
 
 
 def test_extremes(build: Variant) -> None:
-    """The largest sums that there are fit; zeros stay zeros, and what is no number is none in its own row alone."""
+    """The largest possible sums fit; zeros stay zeros, and NaN makes NaN in its own row alone."""
     ones = torch.ones(3, MAX_INPUTS)
     torch.testing.assert_close(Int8Weight(-ones).linear(ones), torch.full((3, 3), -float(MAX_INPUTS)))
     weight = torch.randn(7, 40)

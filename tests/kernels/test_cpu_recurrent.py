@@ -257,7 +257,7 @@ def test_states_stay_as_they_are_where_none_are_written(kind: Kind, begins: bool
 
 
 def mixed_of(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
-    """What the convolution gives [sequences, tokens, channels]."""
+    """The convolution's result [sequences, tokens, channels]."""
     inputs = torch.cat([layer.conv, rows[..., layer.places.conv].transpose(1, 2)], dim=2)
     mixed = F.conv1d(inputs, layer.weights.conv[:, None], layer.weights.conv_bias, groups=inputs.shape[1])
     return F.silu(mixed[..., -rows.shape[1] :]).transpose(1, 2)

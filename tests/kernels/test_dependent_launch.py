@@ -1,4 +1,4 @@
-"""Kernels that begin while the one before them ends compute what they compute one after the other, bit for bit.
+"""Kernels that begin while the one before them ends compute the same as one after the other, bit for bit.
 
 In the interpreter and before compute capability 9.0 nothing begins early: there it is seen that the steps run.
 """
@@ -23,7 +23,7 @@ def dependent_launch() -> Iterator[None]:
 
 
 def recorded(call: Callable[[], None]) -> Callable[[], None]:
-    """What ``call`` launches, as a CUDA graph. It is called twice before."""
+    """The launches of ``call`` as a CUDA graph. It is called twice before."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()
@@ -62,7 +62,7 @@ def test_many_decode_steps_are_the_same_bits(in_graph: bool, real: bool, device:
 @pytest.mark.parametrize("real", REAL)
 @pytest.mark.parametrize("in_graph", [pytest.param(True, marks=pytest.mark.gpu), False])
 def test_what_the_kernel_before_has_written_is_seen(in_graph: bool, real: bool, device: torch.device) -> None:
-    """Also weights, which are prefetched, and what is written over two kernels later."""
+    """Also weights, which are prefetched, and results that are overwritten two kernels later."""
     rows, size, turns = (3000, 2048, 200) if real else (3, 40, 2)
 
     def chained(early: bool) -> list[torch.Tensor]:

@@ -63,7 +63,7 @@ def test_a_step_has_few_launches_and_each_takes_a_third_of_tritons_time() -> Non
 
 
 class _Driver:
-    """Stands in for libcuda."""
+    """Replaces libcuda."""
 
     def __init__(self, error: int, version: int) -> None:
         self._error, self._version = error, version

@@ -1,4 +1,4 @@
-"""Keys and values that overlap in memory are written and attended to like those that lie apart."""
+"""Keys and values that overlap in memory are written and attended to like separate ones."""
 
 import numpy as np
 import pytest

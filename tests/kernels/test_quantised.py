@@ -16,7 +16,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def weights(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Normal numbers, of which a few among millions lie beyond what the type holds: float8 would make them NaN."""
+    """Normal numbers, of which a few among millions exceed the type's range: float8 would make them NaN."""
     numbers = torch.randn(shape, device=device)
     if dtype == FP8:
         return (numbers * 100).clamp(-MOST[FP8], MOST[FP8]).to(FP8)
@@ -54,12 +54,12 @@ def test_inputs_are_quantised_by_row_or_group(
     assert bool((values[0].float().abs().amax() == MOST[dtype]).all())
 
 
-# NumPy says so in the interpreter of Triton 3.7, and what int8 gets is of no interest.
+# NumPy warns of it in the interpreter of Triton 3.7, and the int8 values are of no interest.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("group", [None, 32, "static"])
 def test_a_nan_stays_one_in_all_outputs(dtype: torch.dtype, group: Any, device: torch.device) -> None:
-    """int8 has none, so its scale does, and nobody takes what a broken layer has left for tokens."""
+    """int8 has none, so its scale does, and the outputs of a broken layer are never taken for tokens."""
     x = torch.randn(4, 64, device=device)
     x[1, 40], x[2, 3], x[3] = float("nan"), -float("nan"), 0.0
     static = torch.ones(1, device=device) if group == "static" else None
@@ -136,7 +136,7 @@ def test_bits_of_float8_are_numbers() -> None:
 
 
 def e4m3_of(bits: torch.Tensor) -> torch.Tensor:
-    """What the kernel makes of ``bits``: products with the unit matrix."""
+    """The kernel's values of ``bits``: products with the unit matrix."""
     weight = bits.view(FP8).view(16, 16)
     return scaled_linear(torch.eye(16), None, weight, torch.ones(16, 1), (1, 16)).T.flatten()
 

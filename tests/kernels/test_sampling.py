@@ -92,7 +92,7 @@ def test_logits_of_all_sizes_are_filtered_alike(params: dict[str, Any], device: 
 @pytest.mark.gpu
 @pytest.mark.parametrize("coarse", [False, True])
 def test_the_same_tokens_with_real_vocabularies(coarse: bool, device: torch.device) -> None:
-    """Sums of 150,000 probabilities differ in their last bits: who stands at the very edge of top_p may differ."""
+    """Sums of 150,000 probabilities differ in their last bits: tokens at the very edge of top_p may differ."""
     rng = random.Random(1)
     wrong = 0
     for _ in range(20):

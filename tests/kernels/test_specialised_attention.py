@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 @contextmanager
 def launches(capability: int = 90) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The arguments and constants of what would be launched on a device of ``capability``."""
+    """The arguments and constants of launches on a device of ``capability``."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     watch_launches(lambda _, arguments, options: found.append((arguments, options)), capability)
     try:
@@ -41,7 +41,7 @@ def attended(
     layers: int = 1,
     change: tuple[str, str] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel computes, and the oracle. What no chunk may read is NaN, or the number of no block."""
+    """The results of the kernel and of the oracle. Values that no chunk may read are NaN, or the number of no block."""
     generator = torch.Generator().manual_seed(3)
     lengths = [chunk.start + chunk.size for chunk in chunks]
     blocks = [-(-length // block_size) for length in lengths]
@@ -127,7 +127,7 @@ def test_it_computes_attention(chunks: list[Chunk], options: dict[str, Any]) -> 
     ],
 )  # fmt: skip
 def test_threads_find_what_would_be_wrong_on_a_device(before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Races, reads of what is not there, and deadlocks: what the tests above can say nothing about otherwise."""
+    """Races, reads of missing data, and deadlocks: errors that the tests above cannot find."""
     monkeypatch.setattr("tests.kernels.gluon_threads._SECONDS", 0.5)
     change = (before, after.replace("time.sleep", "__import__('time').sleep"))
     for _ in range(5):  # a race needs an order in which it shows

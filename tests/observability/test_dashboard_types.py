@@ -30,7 +30,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def errors(project: Path, dashboard: dict[str, Any]) -> list[str]:
-    """What TypeScript says against a dashboard."""
+    """TypeScript's errors for a dashboard."""
     top = {key: value for key, value in dashboard.items() if key != "panels"}
     lines = [TYPES.read_text(), f"export const top: Top = {json.dumps(top)};"]
     for number, panel in enumerate(dashboard["panels"]):

@@ -74,7 +74,7 @@ class Prometheus:
         return told["data"]
 
     def values(self, expression: str) -> list[float]:
-        """What an expression is now, without what is not a number."""
+        """The present values of an expression, except NaN."""
         found = [float(one["value"][1]) for one in self.get("query", query=expression)["result"]]
         return [value for value in found if value == value]
 
@@ -96,7 +96,7 @@ def filled_in(expression: str) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    # A pool that is too small for what is asked: sequences are preempted, blocks are demoted, and come back.
+    # A pool that is too small for the load: sequences are preempted, blocks are demoted, and come back.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PAGEWISE_API_KEYS", f"ops: {KEY} operator=yes")
         with serving(

@@ -1,4 +1,4 @@
-"""What a user does after the installation: ``pagewise serve``, a request, Ctrl-C. Prints what came of it as JSON.
+"""A user's first steps after the installation: ``pagewise serve``, a request, Ctrl-C. Prints the result as JSON.
 
 ``python first_request.py BIN``, the folder of the commands. Needs nothing but the standard library.
 """

@@ -1,6 +1,6 @@
-"""The wheel and the sdist: what they contain, and that a user can serve with them right after ``pip install``.
+"""The wheel and the sdist: their content, and that a user can serve with them right after ``pip install``.
 
-Nobody there is root, has a compiler, or a network after the installation. torch comes from where pip finds it on this
+The user is not root, and has no compiler, and no network after the installation. torch comes from pip's source on this
 machine (``PIP_FIND_LINKS``, an index), in the version of constraints.txt.
 """
 
@@ -99,7 +99,7 @@ def test_the_wheel_has_all_that_the_packages_have_and_the_operations(built: tupl
 
 
 def check(said: str) -> None:
-    """What ``first_request.py`` has found."""
+    """Check the result of ``first_request.py``."""
     found = json.loads(said.splitlines()[-1])
     log = "".join(found.pop("log"))
     assert found["code"] == 0, log
@@ -116,7 +116,7 @@ def check(said: str) -> None:
 
 
 def python_of_everybody() -> str:
-    """A Python that ordinary users may run; what pyenv has installed for root is not."""
+    """A Python that ordinary users may run, unlike root's of pyenv."""
     for python in ("/usr/bin/python3", "/usr/local/bin/python3", sys.executable):
         code = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))"
         command = [python, "-c", code]
@@ -128,7 +128,7 @@ def python_of_everybody() -> str:
 
 
 def test_a_fresh_environment_serves(place: Path, built: tuple[Path, Path]) -> None:
-    """Without root: as whoever runs the tests, and with the network that there is."""
+    """Without root: as the user who runs the tests, and with this machine's network."""
     _, wheel = built
     root = os.getuid() == 0
     home = place / "home"

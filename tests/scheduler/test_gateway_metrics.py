@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 
 def snapshot(requests: float, *, latencies: tuple[float, ...] = (), streams: float = 0.0) -> list[MetricFamily]:
-    """What a gateway tells that has counted these."""
+    """The report of a gateway with these counts."""
     registry = CollectorRegistry()
     Counter("pagewise_requests", "Requests.", ("model_name",), registry=registry).labels("m").inc(requests)
     Gauge("pagewise_streams", "Streams.", registry=registry).set(streams)
@@ -31,7 +31,7 @@ def snapshot(requests: float, *, latencies: tuple[float, ...] = (), streams: flo
 
 
 def shown(metrics: GatewayMetrics) -> dict[str, float]:
-    """Values by sample name, those with a ``le`` by that too."""
+    """Values by sample name, and also by ``le`` for samples that have one."""
     return {
         sample.name + sample.labels.get("le", ""): sample.value
         for family in metrics.collect()

@@ -11,7 +11,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "replay.md"
 
 
 def paths(value: dict[str, Any], prefix: str = "") -> set[str]:
-    """The fields of an object and of those in it, with dots between their names."""
+    """The fields of an object and of its inner objects, with dots between their names."""
     found = set()
     for name, inner in value.items():
         found |= {prefix + name}

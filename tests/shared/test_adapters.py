@@ -1,4 +1,4 @@
-"""What gateways read of an adapter: what is refused, and that no file makes them work, or answer, without bounds."""
+"""Adapter files in gateways: refusals, and that no file makes them work, or answer, without bounds."""
 
 import json
 import re
@@ -48,7 +48,7 @@ def rewrite_header(folder: Path, **changes: Any) -> None:
     ],
 )
 def test_patterns_match_whole_parts_at_the_end_of_a_name(pattern: str, rank: int, tmp_path: Path) -> None:
-    """As in PEFT: expected values are those of ``peft.utils.other.get_pattern_key``."""
+    """As in PEFT: expected values come from ``peft.utils.other.get_pattern_key``."""
     folder = write_adapter(tmp_path / "one", rank=rank, rank_pattern={pattern: 4}, alpha_pattern={pattern: 2})
     settings = json.loads((folder / "adapter_config.json").read_text()) | {"r": 8}
     (folder / "adapter_config.json").write_text(json.dumps(settings))

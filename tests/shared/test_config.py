@@ -29,7 +29,7 @@ from pagewise_shared.version import package_version
 COMMANDS: list[type[Struct]] = [SchedulerConfig, GatewayConfig, ExecutorConfig, GatewaysConfig, ServeConfig, UpConfig]
 OF_NODES = {"nnodes", "node_rank", "master_addr", "master_port"}
 SET_BY_SERVE = {"scheduler", "executor_id", "role", "gateway_id", "key_name", "reuse_port", "service_status", *OF_NODES}
-"""What ``pagewise serve`` decides for the services it starts."""
+"""The options that ``pagewise serve`` sets for the services it starts."""
 
 
 def parse(*argv: str, **environ: str) -> ServeConfig:

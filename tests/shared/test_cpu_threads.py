@@ -41,7 +41,7 @@ class Machine:
         self.file("proc/stat", "\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *lines, "ctxt 5"]))
 
     def threads(self, monkeypatch: pytest.MonkeyPatch, *, busy: int, load: float, own: float = 0.0) -> int:
-        """What is chosen after ten seconds in which ``busy`` CPUs were used, by others but for ``own`` of them."""
+        """The choice after ten seconds in which ``busy`` CPUs were used, ``own`` of them by this process."""
         before = CpuTimes.now(self.root)
         self.load(load)
         for cpu in range(busy):

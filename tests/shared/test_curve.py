@@ -86,7 +86,7 @@ def test_the_allow_list_follows_its_files(tmp_path: Path, caplog: pytest.LogCapt
     public_file(tmp_path, "one").write_text("nothing\n")
     assert owner(keys, two) is None
     assert "not on the allow-list" in caplog.text
-    # A folder that is away for a moment cuts nobody off.
+    # A folder that is missing for a moment ends no connection.
     two = Keys(make_key_pairs(tmp_path, "three"), "three").public.decode()
     assert owner(keys, two) == "three"
     (tmp_path / "public").rename(tmp_path / "away")
@@ -130,7 +130,7 @@ def served(
     server_key: bytes | None = None,
     kind: Kind = "executor",
 ) -> tuple[bytes | None, str, int]:
-    """What a ROUTER for this kind got from a client, the sender's User-Id, and how many were refused."""
+    """The message that a ROUTER for this kind got from a client, the sender's User-Id, and the number of refusals."""
     refused = Refused()
     gate = Authenticator(context, server, refused)
     with context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as dealer:
@@ -362,7 +362,7 @@ async def test_a_key_that_is_accepted_later_connects_once(tmp_path: Path, monkey
                 public_file(tmp_path, "one").write_bytes(card)
                 await dealer.send(b"let in")
                 assert (await router.recv_multipart())[1] == b"let in"
-            # The refused connection is closed only now, which is told as one that broke.
+            # The refused connection is closed only now, which is reported as a broken one.
             await asyncio.sleep(0.3)
             assert not broken
         finally:

@@ -1,4 +1,4 @@
-"""What a frame to the scheduler becomes is bounded: in the worst case of each message type, by its greatest frame."""
+"""Decoded frames to the scheduler are bounded: in the worst case of each message type, by its greatest frame."""
 
 import gc
 import tracemalloc

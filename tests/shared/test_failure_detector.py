@@ -59,13 +59,13 @@ def test_seconds_in_which_the_caller_stood_still_are_not_silence(gaps: list[floa
     now += still
     detector.stood_still(still, now)
     assert not detector.suspects(now + rest)
-    detector.beat(now + rest)  # nor are they a gap: what was measured is as long as the rest
+    detector.beat(now + rest)  # nor are they a gap: the measured gaps are as long as the rest
     assert detector.timeout <= max(before, LEAST, 3 * rest + 1e-6)
 
 
 @given(st.floats(0.01, 0.5), st.integers(1, 20))
 def test_further_signs_of_life_change_no_gap(gap: float, signs: int) -> None:
-    """An executor sends results at any moment; only the rhythm of its heartbeats says how late one may be."""
+    """An executor sends results at any moment; only the rhythm of its heartbeats determines how late one may be."""
     detector, now = FailureDetector(0.0, least=LEAST, most=MOST), 0.0
     for _ in range(20):
         for sign in range(signs):

@@ -1,4 +1,4 @@
-"""Where a model's files come from, and what is said when there are none. No network: the hub is faked."""
+"""The sources of a model's files, and the errors when there are none. No network: the hub is faked."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from pagewise_shared.model_files import resolve_model
 
 @pytest.fixture
 def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What would have been asked of the hub."""
+    """The requests that would have been sent to the hub."""
     asked: list[dict[str, Any]] = []
 
     def download(model: str, **options: Any) -> str:

@@ -1,4 +1,4 @@
-"""Under which salt KV is cached where the length of a sequence says how its keys are rotated."""
+"""The cache salts of KV whose rotation depends on the length of its sequence."""
 
 import pytest
 from hypothesis import given

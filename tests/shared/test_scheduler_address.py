@@ -1,4 +1,4 @@
-"""A file that says where the scheduler is, and who follows it."""
+"""A file with the scheduler's address, and the processes that follow it."""
 
 import asyncio
 from pathlib import Path
@@ -28,7 +28,7 @@ async def test_a_scheduler_that_moves_is_followed_by_its_file(tmp_path: Path) ->
             new.write_text(f"ipc://{tmp_path}/second\n")
             new.rename(file)
             await moved.wait()
-            # What is sent at once may be lost with the old connection: Hellos are sent until answered.
+            # Messages sent at once may be lost with the old connection: Hellos are sent until answered.
             arrives = asyncio.ensure_future(places["second"].recv_multipart())
             while not arrives.done():
                 await dealer.send(b"two")

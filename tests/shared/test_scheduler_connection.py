@@ -14,7 +14,8 @@ GREETING_BYTES = 64
 
 
 class Relay:
-    """Stands before a port. Of its first connection only ``answered`` bytes of what the port answers get through."""
+    """A proxy in front of a port. Of its first connection, only ``answered`` bytes of the port's answers get
+    through."""
 
     def __init__(self, port: int, answered: int) -> None:
         self.port, self.answered = port, answered

@@ -1,4 +1,4 @@
-"""Segments of a prompt: marks, what is computed and moved, and how far a budget of tokens goes."""
+"""Segments of a prompt: marks, computed and moved tokens, and how many of them a budget allows."""
 
 from array import array
 
@@ -68,7 +68,7 @@ def test_marks_tell_prompts_apart(
         assert all(token & TOKEN_ID == 7 for token in tokens)
         assert [at for at in range(num_tokens) if not tokens[at] & MOVED] == computed(segments, 0, num_tokens)
         marked.append(tokens)
-        # What the KV of a token depends on: whether it is moved, and if so from how far, and behind which root.
+        # The inputs of a token's KV: whether it is moved, and if so from how far, and behind which root.
         meaning.append(
             [
                 next(((one.start, one.root) for one in segments if one.moved <= at < one.stop), None)

@@ -1,4 +1,4 @@
-"""What services do about their own process."""
+"""Services and their own process."""
 
 import subprocess
 import sys

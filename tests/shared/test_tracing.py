@@ -1,4 +1,4 @@
-"""What sends traces: whether it is there, and what becomes of spans."""
+"""The tracer: whether it is there, and the fate of spans."""
 
 import socket
 import subprocess
@@ -96,7 +96,7 @@ def test_whoever_ends_spans_does_not_wait_for_the_collector(monkeypatch: pytest.
         # An answer is awaited for 10 s. The work itself takes less than a second where nothing runs beside it.
         assert ended - began < 8.0
         assert time.monotonic() - ended < 8.0
-    # One batch is under way. The others are not tried when it is over.
+    # One batch is under way. The others are not sent when it is over.
     for thread in threading.enumerate():
         if "Otel" in thread.name or thread.name == "last traces":
             assert thread.daemon

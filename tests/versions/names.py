@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 
 class Name(NamedTuple):
-    """A name of a package as the source has it, such as ``torch.cuda.Stream``, with where it stands."""
+    """A name of a package as the source has it, such as ``torch.cuda.Stream``, with its place."""
 
     dotted: str
     line: int
 
 
 def taken_names(path: Path, packages: tuple[str, ...]) -> Iterator[Name]:
-    """Yield the names that a file imports from ``packages``, or reaches through what it imports from them.
+    """Yield the names that a file imports from ``packages``, or reaches through names that it imports from them.
 
     A chain of attributes that begins with an imported name counts as a whole: of ``tl.extra.cuda.gdc_wait()`` it is
-    ``triton.language.extra.cuda.gdc_wait``. What hangs off the result of a call cannot be followed.
+    ``triton.language.extra.cuda.gdc_wait``. Attributes of the result of a call cannot be followed.
     """
     tree = ast.parse(path.read_text())
     imported: dict[str, str] = {}

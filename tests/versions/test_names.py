@@ -1,4 +1,5 @@
-"""Every module can be imported, and what the product takes from other packages is there, in the versions installed.
+"""Every module can be imported, and the names that the product takes from other packages are there, in the versions
+installed.
 
 These tests run with the versions of constraints.txt, and by ``make test-lowest``, ``test-newest`` and
 ``test-cuda-build`` with others: torch's CPU build lacks names that its CUDA build has, and the other way round.

@@ -66,7 +66,7 @@ def check_chunk(attention_chunk: int | None) -> None:
 
 
 def check_out(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return where the result goes: ``out``, or a new tensor like q.
+    """Return the tensor for the result: ``out``, or a new tensor like q.
 
     Raises:
         ValueError: ``out`` does not look like q.

@@ -33,7 +33,7 @@ class DecodePlan:
         max_queries: most sequences of a step. heads, kv_heads, head_dim: of the model. kv_dtype: of the KV pool.
         window: sliding window of the layers that use this plan, in tokens; None: they see everything.
         max_context: longest context in tokens; needed with ``deterministic``, where parts do not depend on the batch.
-        config: tiles and programs, by default those of ``decode_config``. rotated: of plans for latents (``latents``).
+        config: tiles and programs, by default from ``decode_config``. rotated: of plans for latents (``latents``).
         attention_chunk: a query sees the tokens of its own chunk of so many tokens; None: it sees everything.
 
     ``can_share``: whether queries may read a shared prefix together (``share``): a tile has room for several of them,

@@ -2,8 +2,8 @@
 
 A vector is the part of a key that is rotated, and then the latent, which is the rest of the key and also the value. So
 a tile of latents is loaded once for both products. The query heads are cut into groups that fit into a tile, and each
-group computes as if it had a KV head of its own (``KV_HEADS``), which lies at the same place for all of them. Work
-comes in the units of ``decode_kernel`` and ``kernel``, and parts of decodes are merged as theirs are.
+group computes as if it had a KV head of its own (``KV_HEADS``), which has the same address for all of them. Work comes
+in the units of ``decode_kernel`` and ``kernel``, and parts of decodes are merged as theirs are.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """Attention to latents (multi-head latent attention, MLA) over a paged context: decode and prefill.
 
-Plans are those of other attention, of which ``kv_heads`` is the number of groups of query heads (``latent_groups``),
+Plans are the same as for other attention: ``kv_heads`` is the number of groups of query heads (``latent_groups``),
 ``head_dim`` the size of a latent and ``rotated`` the size of the part of a vector before it.
 """
 

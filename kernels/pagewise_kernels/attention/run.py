@@ -85,8 +85,8 @@ def run_decode(
         ValueError: ``scale`` is not positive, or the plan is on another device than q.
     """
     check_device(q, units)  # by a handle an address of the host would go to the device as it is
-    # Where tensor cores read keys and values from registers, float8 goes there in pairs. These sum up even dimensions
-    # before odd ones, and chunks do not.
+    # Where tensor cores read keys and values from registers, float8 is loaded there in pairs. These sum up even
+    # dimensions before odd ones, and chunks do not.
     even = all(size % 2 == 0 for size in (*layer.strides, q.shape[2]))
     # Half of the dimensions are the inner size of a product, which tensor cores want to be 16 at least.
     pairs = layer.scales is not None and config.rows < 64 and even and shape.dim >= 32 and not strict

@@ -9,7 +9,7 @@ interpreter. ``tests/kernels/gluon_threads.py`` runs this source on threads inst
 results with PyTorch's on its device before it uses them.
 
 A barrier flips its phase when all of its arrivals have come. Tile number ``count`` of a program, counted over all of
-its items, lies in buffer ``count % STAGES``, as the tile number ``count // STAGES`` there. A consumer waits for that
+its items, is in buffer ``count % STAGES``, as the tile number ``count // STAGES`` there. A consumer waits for that
 phase of ``full``, and the producer for the phase before it of ``empty``, which counts as complete at first.
 """
 

@@ -58,8 +58,8 @@ def prepared_queries(q, scale, HAS_SCALES: tl.constexpr, COMPUTE: tl.constexpr):
     """Queries [M, DIM] as they are multiplied, and the factor that makes logarithms (log2) of weights of the products.
 
     Next to float8 keys, which become float16, rows are divided by the power of two below their greatest element: so all
-    of bfloat16 fits into float16, and only elements 2**-14 below the greatest are rounded. It goes into the factor,
-    which is [M] then.
+    of bfloat16 fits into float16, and only elements 2**-14 below the greatest are rounded. The factor, which is [M]
+    then, includes this power.
     """
     factor = scale * 1.4426950408889634
     if HAS_SCALES:

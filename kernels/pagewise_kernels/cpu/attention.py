@@ -39,7 +39,7 @@ class CpuStep:
 
     Args:
         slots: the slot of each token of the flat batch [tokens] in the pool.
-        tables: block tables [rows, blocks]; the ids are those of blocks of the pool, and are not checked again.
+        tables: block tables [rows, blocks] of ids of blocks of the pool, which are not checked again.
         rows, lengths: of the decodes [decodes], which come first in the flat batch: the row of the block tables, and
             the tokens in the context, the new one included.
         chunks: int64 [chunks, 4]: offset in the flat batch, row, position of the first token, number of tokens.

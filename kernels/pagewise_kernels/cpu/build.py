@@ -82,7 +82,7 @@ def build(folder: Path = FOLDER, name: str | None = None, extra: Sequence[str] =
     """Compile all variants for an architecture, by default this machine's, into ``folder``; return the files.
 
     Raises:
-        subprocess.SubprocessError: the compiler failed, and has said why; or it took longer than it ever should.
+        subprocess.SubprocessError: the compiler failed, and has printed why; or it took too long.
     """
     name = name or machine()
     built: list[Path] = []

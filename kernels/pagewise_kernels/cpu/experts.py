@@ -82,7 +82,7 @@ class Router:
 
 
 class Activation(NamedTuple):
-    """What an expert makes of gate and up: gate · sigmoid(alpha · gate) · (up + shift), where neither is beyond
+    """The activation of gate and up in an expert: gate · sigmoid(alpha · gate) · (up + shift), where neither is beyond
     ``limit``: gate is at most this, and up between it and its negative."""
 
     alpha: float

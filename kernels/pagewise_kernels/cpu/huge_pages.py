@@ -25,7 +25,8 @@ _rest: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous tensor of zeros on the CPU, at least one. Its memory is freed with that of its neighbours."""
+    """Return a contiguous tensor of zeros on the CPU, at least one. Its memory is freed together with its neighbours'
+    memory."""
     global _rest
     size = math.prod(shape) * dtype.itemsize
     taken = -(-size // _LINE) * _LINE

@@ -111,7 +111,7 @@ class RecurrenceArguments(ctypes.Structure):
 
 
 class LibraryMissingError(Exception):
-    """The library was not built, or from other sources, or does not run here; the text says which."""
+    """The library was not built, or from other sources, or does not run here."""
 
 
 class Library(ctypes.CDLL):

@@ -12,21 +12,21 @@ from pagewise_kernels.cpu.library import RecurrenceArguments, empty, load_librar
 MAX_STATE = 1 << 16
 """Most values of the state of a head: a thread has room for one of them."""
 MAX_KEY = 1 << 11
-"""Most values of a key: a thread has room for those of some tokens."""
+"""Most values of a key: a thread has room for the keys of some tokens."""
 MAX_WIDTH = 64
 """Most tokens of a convolution."""
 Gate = Literal["alone", "silu", "sigmoid"]
 GATES = get_args(Gate)
-"""By what outputs are multiplied: the gate itself, or a function of it. The order is that of recurrent.h."""
+"""The factor of outputs: the gate itself, or a function of it. The order is the same as in recurrent.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
     """Where the inputs of a layer are in a row of its projections, as indices.
 
-    ``conv`` [channels]: of the convolution; ``times`` [channels]: what they are multiplied by before. ``gate`` [inner].
-    ``decay`` [heads], or [heads · key] if each key has one of its own, and ``beta`` [heads]: before they are mapped to
-    (0, 1). Mamba-2 has no beta, and short convolutions have neither.
+    ``conv`` [channels]: of the convolution; ``times`` [channels]: their factors. ``gate`` [inner]. ``decay`` [heads],
+    or [heads · key] if each key has one of its own, and ``beta`` [heads]: before they are mapped to (0, 1). Mamba-2 has
+    no beta, and short convolutions have neither.
     """
 
     conv: torch.Tensor

@@ -2,7 +2,7 @@
 
 A scheduler is healthy while it listens for executors and gateways, a gateway while it answers HTTP, an executor while
 it is connected to the scheduler. Addresses come from the environment, as for the service itself. The check does not
-notice a scheduler or an executor that hangs; the other processes do, by its heartbeats.
+notice a scheduler or an executor that is stuck; the other processes do, by its heartbeats.
 """
 
 import os

@@ -17,7 +17,7 @@ _INITIAL: dict[str, Kind] = {SCHEDULER: "executor", EXECUTOR: "executor", GATEWA
 
 
 class KeysError(Exception):
-    """The folder of keys cannot be changed; the text says why."""
+    """The folder of keys cannot be changed."""
 
 
 def keys(arguments: Sequence[str]) -> int:

@@ -24,7 +24,7 @@ EXECUTOR = ("huggingface_hub", "llguidance", "numpy", "redis", "safetensors", "t
 
 
 def check_options(config: ServeConfig, gpus: Sequence[str]) -> None:
-    """Check that the packages, files and memory that the options need are there. ``gpus``: those of this machine.
+    """Check that the packages, files and memory that the options need are there. ``gpus``: the GPUs of this machine.
 
     Raises:
         StartError: one is missing; the text names the option, and a remedy.

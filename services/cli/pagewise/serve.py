@@ -217,7 +217,7 @@ def gateway_group(config: GatewayConfig, count: int) -> Group:
 
 @contextlib.contextmanager
 def reserved_port(config: GatewayConfig) -> Iterator[int]:
-    """Reserve the port that gateways will listen on while the context lasts; port 0 stands for any free one.
+    """Reserve the port that gateways will listen on while the context lasts; port 0 requests any free one.
 
     The port is bound here, but nothing listens on it, so that gateways can come and go. Gateways that share a port
     would also share it with another program of the same user; the bind fails if such a program listens already.

@@ -1,4 +1,4 @@
-"""The copies of a plan: each list goes from one tier to another, or from another executor."""
+"""The copies of a plan: each list copies blocks from one tier to another, or from another executor."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class CopyJob:
 
 @dataclass(slots=True)
 class PageCopyJob(CopyJob):
-    """A list of copies of blocks that is made page by page: ``pairs`` are pages, and ``names`` those of pages.
+    """A list of copies of blocks that is made page by page: ``pairs`` and ``names`` are of pages.
 
     ``targets`` [blocks]: the target blocks, whose pages follow each other in ``pairs``. If the source is a peer's, its
     pages are numbers that the peer knows: block times pages per block, plus the index of the page in the block.

@@ -133,7 +133,7 @@ def _prefill(forward_pass: ForwardPass, backend: TritonBackend, size: int) -> No
 
 
 def _run(call: Callable[[], None]) -> float:
-    """Run a call as if it took no time: no product is slower than another, so all of them are tried."""
+    """Run a call as if it took no time: no product is slower than another, so all of them run."""
     call()
     return 0.0
 

@@ -64,8 +64,8 @@ class ForwardPass:
         self._recurrent, self.gathers_states = self._replace_recurrent(loaded)
 
     def _replace_recurrent(self, loaded: LoadedModel) -> tuple[list["PagedRecurrence | TritonRecurrence"], bool]:
-        """Return what replaces the forward passes of recurrent modules, in order, and whether modules are computed
-        whose states are gathered and scattered."""
+        """Return the replacements of the forward passes of recurrent modules, in order, and whether some of them gather
+        and scatter states."""
         flat: Mapping[str, TritonRecurrence] = {}
         if loaded.kernels == "triton" and loaded.recurrent:
             from pagewise_executor.models.triton_recurrence import find_kernels

@@ -33,8 +33,8 @@ Stretch = tuple[int, int, int]
 class SlotBatch:
     """The input batch as the attention of one slot's layers sees it.
 
-    ``block_tables`` [num_rows, max_blocks] int32 name pages. Other members are those of ``InputBatch``. Tables of
-    windowed layers begin with null pages, which are no prefixes that decodes share.
+    ``block_tables`` [num_rows, max_blocks] int32 name pages. Other members: see ``InputBatch``. Tables of windowed
+    layers begin with null pages, which are no prefixes that decodes share.
     """
 
     def __init__(self, batch: "GroupedBatch", group: int, tables: Int32s) -> None:
@@ -55,15 +55,15 @@ class SlotBatch:
 class GroupedBatch(InputBatch):
     """The input batch of a model with several ``groups`` of layers.
 
-    ``num_pages``: of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters are those of
-    ``InputBatch``, whose block tables are those of the first group. ``slots``: the batch as each slot's layers see it,
-    the slots of the first group, then those of the next. Copies are copies of pages.
+    ``num_pages``: the pages of each tier, by the tier's number; 0 if its blocks have no ids. Other parameters: see
+    ``InputBatch``, whose block tables are the tables of the first group. ``slots``: the batch as each slot's layers see
+    it, first the slots of the first group, then of the next. Copies are copies of pages.
 
-    Of each group but one of states, which has no slots and no tables: ``tables`` [slots, num_rows, max_blocks] int32
-    have the pages of its blocks, ``ends`` [num_rows] the numbers of valid entries, ``changed`` the stretches that are
-    new in this step, and ``spans`` the most entries from the first one that a query of the step sees to the end of its
-    table, 0 in the first group. ``states``, and ``state_batches`` of the step: if there is a group of states; when a
-    step with drafts is counted, those of the tokens that its rows keep.
+    Each group but a group of states, which has no slots and no tables, has ``tables`` [slots, num_rows, max_blocks]
+    int32, the pages of its blocks; ``ends`` [num_rows], the numbers of valid entries; ``changed``, the stretches that
+    are new in this step; and ``spans``, the most entries from the first one that a query of the step sees to the end of
+    its table, 0 in the first group. A group of states has ``states``, and ``state_batches``, the batches of the step;
+    when a step with drafts is counted, they are the batches of the tokens that its rows keep.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], num_pages: Mapping[int, int], **options: Any) -> None:
@@ -118,7 +118,7 @@ class GroupedBatch(InputBatch):
         """Apply a plan as ``InputBatch`` does, with the tables of all groups. Entries behind the windows become null.
 
         Raises:
-            InvalidPlanError: as of ``InputBatch``; or a table does not hold what its layers see, or pages are missing.
+            InvalidPlanError: as of ``InputBatch``; or a table lacks blocks that its layers see, or pages are missing.
         """
         self._flat, self.changed, self._overwritten = None, [[] for _ in self.tables], []
         for added in self._added:
@@ -339,8 +339,8 @@ class GroupedBatch(InputBatch):
 
     def _of_pages(self, job: CopyJob, sources: Int32s, written: npt.NDArray[np.bool_]) -> PageCopyJob:
         """Return a list of copies as copies of pages. ``sources``: the pages before the plan, null where there were
-        none. ``written``: whether the source is a target of an earlier list of the plan, so that its pages are those
-        of the plan."""
+        none. ``written``: whether the source is a target of an earlier list of the plan, so that the plan has given it
+        its pages."""
         group, targets, names = job.group, job.pairs[:, 1], job.names
         if job.target in self._maps:
             pages = self._maps[job.target].map(group, targets)
@@ -371,8 +371,8 @@ class GroupedBatch(InputBatch):
 def page_name(block: BlockName, group: int, index: int) -> BlockName:
     """Return the name of a page of a block in tiers that find blocks by their names.
 
-    The first page of the first group has the block's own name, by which such a tier looks prefixes up. The other pages
-    hang on it, so they go when it goes.
+    The first page of the first group has the block's own name, by which such a tier looks prefixes up. The tier evicts
+    the other pages together with this one.
     """
     if not group and not index:
         return block

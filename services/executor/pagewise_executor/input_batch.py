@@ -32,7 +32,7 @@ _NO_SEGMENTS: Int64s = np.zeros((0, 2), np.int64)
 class InputBatch:
     """The sequences of an executor, their block tables, and the set of rows that decode.
 
-    State that every step reads lies in arrays that are indexed by row. ``num_computed`` [num_rows]: the number of
+    Arrays that are indexed by row hold the state that every step reads. ``num_computed`` [num_rows]: the number of
     tokens whose K and V are in the pool. ``block_tables`` [num_rows, max_blocks] int32: the first ``num_blocks``
     [num_rows] entries of each row are valid. ``on_remove``: called when a sequence leaves, with its state, its blocks,
     and the number of its tokens that are in them. ``vocab_size``: plans may only name tokens below it. ``tiers``: the
@@ -252,7 +252,7 @@ class InputBatch:
         return [chunk for row, size in plan.chunks for chunk in self._chunks_of(row, size)]
 
     def _chunks_of(self, row: int, size: int) -> list[Chunk]:
-        """Return the chunks of a row that goes on by ``size`` tokens: one, or several with segments in between."""
+        """Return the chunks for the next ``size`` tokens of a row: one, or several with segments in between."""
         held = self.sequences.get(row)
         if held is None or row in self._decoding:
             raise InvalidPlanError(f"row {row} has no known tokens left to compute")

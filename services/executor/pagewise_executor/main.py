@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("pagewise_executor.main")
 
 FINAL = (PagewiseError, zmq.ZMQError)
-"""Errors after which another start would fail too. Without OSError: one that ends the worker may come from a disk or a
-device, and a restart may help."""
+"""Errors after which another start would fail too. Without OSError: a failing disk or device may raise it in the
+worker, and a restart may help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def _follow(config: ExecutorConfig) -> int:
 
     Raises:
         ConfigError: keys cannot be read, or are missing for an endpoint that leaves this host.
-        RefusedError: node 0 turns this node away.
+        RefusedError: node 0 rejects this node.
     """
     from pagewise_executor.ranks.node import Node
 

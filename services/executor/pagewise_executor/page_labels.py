@@ -1,8 +1,9 @@
-"""What the pages of a model with several groups of layers hold, for inventories. This module does not import torch.
+"""The contents of the pages of a model with several groups of layers, for inventories. This module does not import
+torch.
 
-A page has a *label*: the hash of its block, which is that of the first group's block of the same tokens, and its slot.
-Labels say what is in a page, whichever block has the page at the time. So an inventory is made of the labels alone, and
-also of those that another process has left in host memory.
+A page has a *label*: the hash of its block, which equals the hash of the first group's block of the same tokens, and
+its slot. A label identifies the content of a page, whichever block has the page at the time. So an inventory is made of
+labels alone, also for pages that another process has left in host memory.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,7 +60,7 @@ class PageLabels:
         ]
 
     def rows_of(self, pages: Int32s) -> list[int]:
-        """Return the rows that may know the content of those of ``pages`` [n] that have no label."""
+        """Return the rows that may know the content of the pages without a label among ``pages`` [n]."""
         rows = {int(self._rows[page]) for page in pages.tolist() if self._hashes[page] is None}
         return [row for row in rows if row >= 0]
 

@@ -1,6 +1,6 @@
 """Checks of the tokens, sampling parameters and copies of a plan.
 
-They come before anything is indexed with these values, because on a GPU an index out of range ends the whole process.
+They come before any use of these values as indices, because on a GPU an index out of range ends the whole process.
 """
 
 import sys
@@ -36,7 +36,7 @@ _RANGES = {
 
 
 class InvalidPlanError(PagewiseError):
-    """A plan contradicts the executor's state; the text says how."""
+    """A plan contradicts the executor's state."""
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], num_prompt_tokens: int, vocab_size: int) -> None:

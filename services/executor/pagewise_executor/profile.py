@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _REPEATS = 3
 _LONGEST_RUN = 0.5
-"""Seconds after which no larger size is tried: a slow machine or link is profiled by the smaller ones."""
+"""Seconds after which no larger size is measured: a slow machine or link is profiled by the smaller ones."""
 _MOST_SECONDS = 2.0
 """Seconds of steps, or of copies in one direction, after which no measurement is repeated."""
 _SPREAD, _SLACK = 1.25, 50.0
@@ -49,7 +49,7 @@ _LEAST_TOKEN = 0.02
 """The least share of its tokens in the time of the largest chunk: the rest is the step's."""
 _COPY_TIMEOUT = 60
 _MOST_COPIED = 256
-"""Blocks of the longest list of copies that is tried: as many as a scheduler asks for at once."""
+"""Blocks of the longest list of copies that is measured: as many as a scheduler asks for at once."""
 _TOKENS_BESIDE = 512
 """Tokens of the steps that run on a GPU while copies are timed, as they do when sequences recover."""
 

@@ -48,7 +48,7 @@ class RecurrentPlans:
 
     def begin(self) -> None:
         """Give the plan of a step that the batch has applied to the recurrent layers; or, when a step with drafts is
-        counted, that of the tokens that rows keep."""
+        counted, the plan of the tokens that rows keep."""
         assert self._states is not None
         counts, firsts, chunks = _arrays(self._states.sequences)
         named = self._states.take_named()

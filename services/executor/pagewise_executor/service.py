@@ -196,7 +196,8 @@ class ExecutorService:
         """Send Hellos until a Welcome comes, and again whenever the scheduler is lost or does not know us."""
         while True:
             attempt = 0
-            # The scheduler may have dropped this executor because a step hangs: no new work before that step has ended.
+            # The scheduler may have dropped this executor because a step takes too long: no new work before that step
+            # has ended.
             while not worker.idle:  # noqa: ASYNC110 - another thread's state
                 await asyncio.sleep(0.05)
             self._hello_wanted.clear()

@@ -1,8 +1,8 @@
 """The blocks of states of the rows of an input batch, and the batches that recurrent layers compute.
 
 A row writes the states behind its last token into its *current block*. A *switch* at n tokens leaves the states behind
-the first n in the current block, and makes another one current. So a block that was switched away from is a snapshot,
-and several rows may go on from it.
+the first n in the current block, and makes another one current. So a block that a row has switched away from is a
+snapshot, from which several rows may continue.
 
 States cannot go back. So a step that verifies a draft reads the current block of its row and writes nothing; when it is
 known how many tokens the row keeps, recurrent layers compute these once more, and write (``settle``). A switch behind
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What pieces have in common that are one batch. ``turn``: how many pieces of a row come before."""
+    """The common properties of the pieces of one batch. ``turn``: how many pieces of a row come before."""
 
     turn: int
     size: int
@@ -62,8 +62,9 @@ class _Kind(NamedTuple):
 
 
 class StateTables:
-    """The blocks of the group ``number``, of states, by row. ``snapshots``: those that the step leaves. ``sequences``:
-    the pieces of each row that the step computes or settles, with their numbers of tokens, in their order."""
+    """The blocks of the group ``number``, of states, by row. ``snapshots``: the snapshots that the step leaves.
+    ``sequences``: the pieces of each row that the step computes or settles, with their numbers of tokens, in their
+    order."""
 
     def __init__(self, number: int, num_rows: int, pages: PageMap) -> None:
         self.number, self._pages = number, pages
@@ -76,7 +77,7 @@ class StateTables:
         self.sequences: list[list[tuple[int, Piece]]] = []
 
     def begin_plan(self) -> None:
-        """Forget what the step before did."""
+        """Forget the switches and blocks of the step before."""
         self._switched, self.snapshots, self._new = [], [], []
 
     def join(self, row: int, num_tokens: int, blocks: Int32s) -> None:
@@ -118,7 +119,7 @@ class StateTables:
         return self._pages.map(self.number, np.array(self._new, np.int32))
 
     def leave(self, row: int, num_computed: int) -> list[StateSnapshot]:
-        """Forget a row. Returns what stays in its current block, if that has the states behind its computed tokens."""
+        """Forget a row. Return its current block as a snapshot, if that has the states behind its computed tokens."""
         block, switches = int(self._current[row]), self._switches.pop(row)
         self._current[row] = _NONE
         return [StateSnapshot(row, num_computed, block)] if num_computed and not switches else []
@@ -130,8 +131,8 @@ class StateTables:
     def cut(self, rows: Int64s, starts: Int64s, stops: Int64s, drafts: Collection[int] = ()) -> list[SequenceBatch]:
         """Cut the tokens of a step at switches; return the batches in which recurrent layers compute them, in order.
 
-        ``rows`` [n] compute the positions [start, stop) [n], in the order of the flat batch. ``drafts``: those of them
-        that verify drafts, which are not cut.
+        ``rows`` [n] compute the positions [start, stop) [n], in the order of the flat batch. ``drafts``: the rows that
+        verify drafts, which are not cut.
 
         Raises:
             InvalidPlanError: a row switches at tokens that it does not compute, or a block has no pages.

@@ -2,7 +2,7 @@
 
 A step of few tokens mostly reads weights. One core may use the whole bandwidth of the memory, and more threads have to
 be woken for each layer. The number of tokens from which a second thread pays depends on the model, the machine and its
-other work. So from time to time a step is tried with the other number, and is compared with the steps before and behind
+other work. So from time to time one step runs with the other number, and is compared with the steps before and behind
 it, which compute the same sequences.
 """
 
@@ -18,7 +18,7 @@ import torch
 _SLOWER = 1.15
 """One thread computes a step if it takes at most so many times as long as all threads."""
 _MOST_TOKENS = 64
-"""Of a step that is tried with one thread. Larger ones are bound by computing."""
+"""Of a step that runs with one thread as a trial. Larger ones are bound by computing."""
 _KEPT = 7
 """Comparisons of which the median counts: among them may be steps that other processes have disturbed."""
 _STEPS_BEFORE_TRIAL = 64
@@ -35,7 +35,7 @@ class _Size:
     steps: int = 0
 
     def tries(self) -> bool:
-        """Count a step; return whether it is tried with the other number of threads."""
+        """Count a step; return whether it is a trial with the other number of threads."""
         self.steps += 1
         if self.steps <= (_STEPS_BEFORE_TRIAL if len(self.ratios) == _KEPT else _STEPS_AT_FIRST):
             return False

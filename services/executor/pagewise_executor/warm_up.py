@@ -27,7 +27,7 @@ def warm_up(
     """Launch the kernels of short chunks and of sampling. Triton caches them on disk.
 
     ``dtype``: the type of the model's logits. ``least_tokens``: of steps that CUDA graphs do not compute. Chunks are
-    tried in as many sequences as such a step needs, if there can be as many.
+    launched with as many sequences as such a step needs, if there can be as many.
 
     The runner must be reset afterwards: its input batch and the first blocks of its pool have been overwritten. Its
     ``fallback`` is set if Triton launches kernels, which is slower than frozen launches.

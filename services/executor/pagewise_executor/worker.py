@@ -1,4 +1,4 @@
-"""The worker thread, the only one that uses the model and the device."""
+"""The worker thread, which alone uses the model and the device."""
 
 import concurrent.futures
 import contextlib

@@ -54,7 +54,7 @@ class Held(Protocol):
     size: int
 
     def grow_to(self, size: int) -> None:
-        """Reserve more memory. Raises an exception if there is not so much; nothing is reserved then."""
+        """Reserve more memory. Raises an exception, and reserves nothing, if there is too little."""
 
     def shrink_to(self, size: int) -> None:
         """Release memory beyond ``size``."""
@@ -89,7 +89,7 @@ class PackedLogprobs:
             first = last
 
 
-class SequenceDelta(Struct, gc=False):  # made with every token: a quarter of what a dataclass costs
+class SequenceDelta(Struct, gc=False):  # made with every token: costs a quarter of a dataclass
     """The new text of one sequence, which is final (it is never taken back), and its tokens.
 
     Fields:

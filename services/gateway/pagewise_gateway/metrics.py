@@ -106,7 +106,7 @@ class ProcessMetrics(Collector):
     def _resident_bytes(self) -> float:
         try:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
-        except (OSError, ValueError, IndexError):  # not Linux: the peak, in kilobytes, stands in for the current size
+        except (OSError, ValueError, IndexError):  # not Linux: the peak, in kilobytes, replaces the current size
             return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
         return float(pages * self._page_bytes)
 
@@ -115,8 +115,8 @@ class Metrics:
     """All metrics of one gateway, in a registry of their own.
 
     The attributes are bound to their labels already, so that ``set``, ``inc`` and ``observe`` take about a microsecond;
-    those that are functions return the counter of a label's value. They may be called from any thread. Times are in
-    seconds.
+    attributes that are functions return the counter of a label's value. They may be called from any thread. Times are
+    in seconds.
     """
 
     def __init__(self, model_name: str, gateway: str = "") -> None:

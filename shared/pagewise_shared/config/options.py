@@ -387,7 +387,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     ] = "auto"
     attention: Annotated[
         Literal["auto", "triton", "gluon", "fa3", "flashinfer"],
-        _help("attention of prompts on a GPU; auto: what is fastest of Triton, Gluon, FlashAttention 3 and FlashInfer"),
+        _help("attention of prompts on a GPU; auto: the fastest of Triton, Gluon, FlashAttention 3 and FlashInfer"),
     ] = "auto"
     quantization: Annotated[
         Literal["none", "int8", "fp8"],

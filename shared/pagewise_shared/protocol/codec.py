@@ -9,18 +9,11 @@ import msgspec
 
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.errors import ProtocolError
+from pagewise_shared.protocol.base import Message
 from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
 from pagewise_shared.protocol.limits import MAX_FRAME_TO_SCHEDULER, MAX_STEP_RESULT_BYTES, MAX_SUBMIT_BYTES
-from pagewise_shared.protocol.messages import (
-    TIER_NAMES,
-    Blocks,
-    FromExecutor,
-    FromScheduler,
-    Inventory,
-    Message,
-    NamedBlocks,
-    ReadBlocks,
-)
+from pagewise_shared.protocol.messages import Blocks, FromExecutor, FromScheduler, Inventory, NamedBlocks, ReadBlocks
+from pagewise_shared.protocol.tiers import TIER_NAMES
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("the wire format is little-endian int32; this machine is big-endian")

@@ -9,18 +9,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_PROMPTS
-from pagewise_shared.protocol.messages import (
-    Adapter,
-    Goodbye,
-    Heartbeat,
-    HeartbeatAck,
-    Message,
-    Piece,
-    Refused,
-    Rejoin,
-    TokenLogprobs,
-)
+from pagewise_shared.protocol.messages import Adapter, Goodbye, Heartbeat, HeartbeatAck, Refused, Rejoin
+from pagewise_shared.protocol.steps import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
 from pagewise_shared.segments import ALL_BEFORE
 
@@ -172,7 +164,7 @@ class Submit(Message, frozen=True):
     sent, it gets the current epoch, stream and progress.
 
     A request without prompts only counts against the limits of its key until the gateway aborts it; ``Started`` or
-    ``RequestRefused`` answers. It stands for work of the gateway itself (tokenizing), or for a request whose body the
+    ``RequestRefused`` answers. It represents work of the gateway itself (tokenizing), or a request whose body the
     gateway has not read yet; the request in that body replaces it (``counted_as``).
 
     Fields:

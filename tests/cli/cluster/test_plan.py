@@ -1,4 +1,4 @@
-"""What a configuration becomes: the arguments, secrets and resources of each kind of process. No Ray."""
+"""The arguments, secrets and resources of each kind of process that follow from a configuration. No Ray."""
 
 from pathlib import Path
 from typing import Any

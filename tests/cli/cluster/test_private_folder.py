@@ -1,4 +1,4 @@
-"""Folders for secrets: whom they belong to, and when they go."""
+"""Folders for secrets: their owners, and their removal."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The actor that holds a process, with real processes and without Ray: what it tells of them, and what it survives."""
+"""The actor that holds a process, with real processes and without Ray: its reports, and failures that it survives."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def write_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes what runs in place of the scheduler."""
+    """Writes the code that runs in place of the scheduler."""
     package = tmp_path / "code" / "pagewise_scheduler"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -164,7 +164,7 @@ async def test_without_a_folder_of_its_own_it_tells_why_nothing_starts(write_ser
 
 
 def test_an_actor_ends_with_what_holds_its_process(temporary: Path) -> None:
-    """Ray tells the controller, which starts another one."""
+    """Ray informs the controller, which starts another one."""
     code = """
 import asyncio
 from pagewise.cluster.plan import make_plan

@@ -31,7 +31,7 @@ SERVICES = tuple(f"pagewise_{kind}.main" for kind in ("scheduler", "gateway", "e
 
 
 class Deployment:
-    """A Ray cluster whose head runs nothing of ours, and what ``pagewise up`` starts there."""
+    """A Ray cluster whose head runs nothing of ours, and the processes that ``pagewise up`` starts there."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
@@ -72,7 +72,7 @@ class Deployment:
         assert process.returncode == 0, said
 
     def processes(self) -> dict[str, Any]:
-        """Descriptions of those that have been placed, by name; none while there is no controller."""
+        """Descriptions of the placed processes, by name; none while there is no controller."""
         try:
             report = ray.get(ray.get_actor("controller").report.remote(), timeout=10)
         except (ValueError, ray.exceptions.RayError):
@@ -86,11 +86,11 @@ class Deployment:
         return str(self.processes()[self.ready("gateway")[0]].listening[0])
 
     def kept(self) -> dict[str, Any]:
-        """What ``pagewise up`` asks the controller for."""
+        """The plan that the controller keeps for ``pagewise up``."""
         return dict(ray.get(ray.get_actor("controller").kept.remote()))
 
     def decisions(self) -> str:
-        """What the controller has logged; nothing while there is none."""
+        """The log of the controller; empty while there is none."""
         try:
             return "\n".join(ray.get(ray.get_actor("controller").lines.remote(0), timeout=10)[1])
         except (ValueError, ray.exceptions.RayError):
@@ -273,7 +273,7 @@ async def test_executors_come_with_a_queue_and_go_without_one(deployment: Deploy
     expected = await ask_all(url, 2, 40)
     asking = asyncio.create_task(ask_all(url, 16, 40))
     await asyncio.to_thread(until, lambda: len(deployment.ready("executor")) == 2, "a second executor")
-    # What runs on the one that goes moves, and goes on with the same tokens.
+    # Requests on the executor that leaves move, and continue with the same tokens.
     assert (await asking)[:2] == expected
     await asyncio.to_thread(until, lambda: len(deployment.processes()) == 3, "one executor is drained")
     said = deployment.decisions()
@@ -302,7 +302,7 @@ def test_all_are_replaced_and_another_model_is_refused(deployment: Deployment) -
     deployment.add_node(6)
     deployment.up("--executors=2")
     before = {one.pid for one in deployment.processes().values()}
-    # Readiness does not depend on what is logged.
+    # Readiness does not depend on the log.
     deployment.up("--executors=2", "--log-level=error")
     after = deployment.processes()
     assert len(after) == 4

@@ -1,4 +1,4 @@
-"""What is started and stopped: as a simulation of a cluster that does what it is told, step by step."""
+"""Starts and stops of processes: in a simulation of a cluster that follows its orders, step by step."""
 
 from dataclasses import replace
 
@@ -105,13 +105,13 @@ entries = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(["new", "ol
 def test_whatever_is_there_becomes_what_is_wanted_without_an_interruption(
     found: list[tuple[Kind, str, State, int]], gateways: int, executors: int, room: bool
 ) -> None:
-    """Each round does what it is told. A process starts once there is room, and is ready once a scheduler is."""
+    """Each round follows its orders. A process starts once there is room, and is ready once a scheduler is."""
     wanted: dict[Kind, int] = {"scheduler": 1, "gateway": gateways, "executor": executors}
     members = {
         f"{kind}-{number}": Member(f"{kind}-{number}", kind, digest, state, load)
         for number, (kind, digest, state, load) in enumerate(found)
     }
-    bound = max(len(members), sum(wanted.values()))  # what the cluster has room for, if it has none for more
+    bound = max(len(members), sum(wanted.values()))  # the cluster's room, if it has none for more
     for _ in range(200):
         ready_before = {kind: _ready(members, kind) for kind in KINDS}
         actions = reconcile(wanted, DIGESTS, list(members.values()))
@@ -123,7 +123,7 @@ def test_whatever_is_there_becomes_what_is_wanted_without_an_interruption(
                 assert members[action.name].state not in ("stopping", "stopped")
                 members[action.name] = replace(members[action.name], state="stopping")
         for kind in ("gateway", "executor"):
-            # One that is ready goes only where enough others are, or where a replacement finds no room.
+            # A ready process is stopped only where enough others are ready, or where a replacement finds no room.
             lost = ready_before[kind] - _ready(members, kind)
             assert not lost or room is False or _ready(members, kind) >= min(wanted[kind], ready_before[kind]) - 1
         if not actions and not any(one.state != "ready" for one in members.values()):

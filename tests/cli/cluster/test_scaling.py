@@ -89,7 +89,8 @@ def test_bounds_hold_and_changes_have_their_time(loads: list[tuple[int, int]], e
 
 @given(st.integers(0, 200), st.integers(1, 8))
 def test_a_constant_load_makes_no_executor_come_back_that_has_gone(running: int, executors: int) -> None:
-    """What runs waits where there are no rows for it; the number of executors goes one way, then stays."""
+    """Running requests wait where there are no rows for them; the number of executors moves in one direction, then
+    stays."""
     scaler, changes = Scaler(POLICY), []
     for second in range(600):
         rows = POLICY.rows * executors

@@ -1,4 +1,4 @@
-"""Which options make another model of what executors serve."""
+"""Options that change the model that executors serve."""
 
 import json
 from pathlib import Path

@@ -139,7 +139,7 @@ async def test_a_server_that_goes_is_told_and_one_that_comes_back_is_shown() -> 
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}])
 def test_it_runs_in_a_real_terminal(server: Served, streams: None, variables: dict[str, str]) -> None:
-    """A pseudo-terminal of the kernel, keys typed into it, and what is written to it."""
+    """A pseudo-terminal of the kernel, keys typed into it, and its output."""
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     terminal = Terminal([sys.executable, "-m", "pagewise.main", "top", "--url", server.url], environment | variables)
     try:

@@ -104,7 +104,7 @@ def test_all_outputs_of_a_request_have_its_adapter(llama: Path, folders: dict[st
 
 
 def test_segments_belong_to_an_adapter(llama: Path, folders: dict[str, Path]) -> None:
-    """What one adapter has computed of a segment is not moved to where another one has it."""
+    """The KV that one adapter has computed for a segment is not moved for a request with another adapter."""
     runner = build_runner(llama, enable_lora=True, max_loras=2)
     document, requests = list(range(40, 70)), []
     for number, name in enumerate(["plain", "attention", "plain", "attention"]):
@@ -123,7 +123,7 @@ def test_segments_belong_to_an_adapter(llama: Path, folders: dict[str, Path]) ->
 @pytest.mark.interpreted
 @pytest.mark.parametrize("is_static", [pytest.param(False, marks=pytest.mark.long), True])
 def test_the_triton_kernels_compute_the_same(is_static: bool, llama: Path, folders: dict[str, Path]) -> None:
-    """Those of decodes always read static buffers, as CUDA graphs do; those with chunks if ``is_static``."""
+    """Kernels for decodes always read static buffers, as CUDA graphs do; kernels for chunks if ``is_static``."""
     runner = build_runner(llama, enable_lora=True, max_loras=2, kernels="triton", host_memory=None)
     assert runner._graphs is not None
     runner._graphs.mixed.runs = is_static
@@ -225,7 +225,7 @@ def test_32_adapters_share_four_slots(llama: Path, tmp_path: Path) -> None:
     assert len(host._held) == 8
 
 
-# ---- what is refused ---------------------------------------------------------------------------------
+# ---- refused adapters --------------------------------------------------------------------------------
 
 
 def edited(folder: Path, path: Path, **settings: Any) -> Path:
@@ -364,7 +364,7 @@ def test_adapters_without_the_weights_of_layers_that_they_name_are_refused_when_
 def test_weights_that_are_not_finite_are_refused_when_they_are_loaded(
     value: float, llama: Path, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Those of B after they were scaled, too: what others have in the same batch would become no numbers later."""
+    """Also B's values after scaling: NaN would spread to other requests of the batch."""
     copy = edited(folders["plain"], tmp_path / "copy", lora_alpha=4000)
     tensors = load_file(copy / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"

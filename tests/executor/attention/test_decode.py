@@ -47,7 +47,7 @@ def test_a_poisoned_sequence_does_not_reach_its_neighbours() -> None:
     values[3] = float("inf")
     group = DecodeGroup(torch.arange(2), torch.tensor([[3, 0], [1, 2]]), torch.tensor([2, 7]), longest=7)
     layer = PagedLayer(keys, values)
-    for _ in range(2):  # twice: what the first left behind must not matter
+    for _ in range(2):  # twice: the first pass must not change the second
         found = decode_in_place(torch.randn(2, 4, 16), layer, group, 0.25, None, None)
         assert not found[0].isfinite().any()
         assert found[1].isfinite().all()

@@ -136,7 +136,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 TIMES: dict[str | None, float] = {None: 9.0, "gluon": 6.0, "fa3": 5.0, "flashinfer": 7.0}
-"""Milliseconds of a layer, by what computes it; None: the Triton kernel."""
+"""Milliseconds of a layer, by library; None: the Triton kernel."""
 
 
 @pytest.mark.interpreted
@@ -277,7 +277,7 @@ def test_a_trial_that_began_beside_the_reading_of_weights_is_waited_for(
 def test_our_kernel_is_tried_apart_and_the_verdict_is_kept(
     program: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that hangs or breaks its process costs no executor anything but this kernel."""
+    """If a kernel blocks or ends its trial process, the executor loses only this kernel."""
     calls = replace_trials(program, tmp_path, monkeypatch)
     shape = AttentionShape(8, 2, 128, BF16, 0.09)
     for _ in range(2):

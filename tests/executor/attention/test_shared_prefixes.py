@@ -79,7 +79,7 @@ def test_nested_contexts_take_few_operations(number: int, width: int) -> None:
 
 
 def test_what_branches_at_every_block_takes_few_operations() -> None:
-    """Each decode leaves the others one block later than the last, and those that leave early are long."""
+    """Each decode leaves the others one block later than the last, and decodes that leave early are long."""
     tables = np.broadcast_to(np.arange(1, 513, dtype=np.int32), (256, 512)).copy()
     for i in range(256):
         tables[i, 5 + i :] = 1_000_000 + i

@@ -1,4 +1,4 @@
-"""A fake of torch's functions that capture CUDA graphs: what is captured is computed at once, on the CPU.
+"""A fake of torch's functions that capture CUDA graphs: captured operations are computed at once, on the CPU.
 
 Captures may be recorded. Then a replay repeats the operations of torch and the kernels of the capture in the memory
 that they had then, as a device does: nothing of the code around them runs again.
@@ -66,7 +66,7 @@ class FakeCuda:
         return FakeCapture(self, graph, len(self.captures) == self.fails_at)
 
     def let_replay(self, steps: GraphedSteps, replays: list[tuple[str, int]]) -> None:
-        """Let replays of what is captured of ``steps`` compute it again, and add its name and size to ``replays``."""
+        """Let replays of captured ``steps`` compute them again, and add their name and size to ``replays``."""
         record = steps.record
 
         def remembered(size: int, *, uses: bool) -> None:
@@ -90,7 +90,7 @@ class Recording(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is not recorded."""
+        """Operations inside are not recorded."""
         self._is_paused = True
         try:
             yield

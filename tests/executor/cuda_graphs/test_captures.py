@@ -1,4 +1,4 @@
-"""What captures CUDA graphs, against a fake of torch's functions: what they warn of, refuse, and break.
+"""Captures of CUDA graphs with a fake of torch's functions, which warn, refuse, and fail.
 
 The steps themselves run in Triton's interpreter. That replayed graphs compute the same is tested on a GPU.
 """
@@ -302,7 +302,7 @@ def test_all_sizes_write_their_hidden_states_to_the_same_place(
 def test_a_layer_of_a_kind_that_was_not_there_before_cannot_be_captured(
     cuda: FakeCuda, mixed: MixedGraphs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its chunks would attend to what the padding's block table names."""
+    """Its chunks would attend to the blocks in the padding's block table."""
     with torch.inference_mode():
         mixed.allocate()
         monkeypatch.setattr(mixed, "_kinds", [])

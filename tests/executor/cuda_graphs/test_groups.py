@@ -1,6 +1,6 @@
 """Models with several groups of layers by CUDA graphs: replays of recorded captures give the tokens of transformers.
 
-What a step has to write before it reads it is poisoned before each replay.
+Memory that a step has to write before it reads it is poisoned before each replay.
 """
 
 import random
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.interpreted
 
 
 def poison(runner: ModelRunner) -> None:
-    """Overwrite what a replay computes, and what no query sees: it names a page of numbers that are none."""
+    """Overwrite the results of a replay, and let table entries that no query sees name a page of NaN."""
     graphs, batch = runner._graphs, runner._batch
     assert graphs is not None
     assert isinstance(batch, GroupedBatch)
@@ -65,7 +65,7 @@ def poison(runner: ModelRunner) -> None:
 def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, recorded: FakeCuda) -> None:
     """Requests come and go, with prefix hits and chunks, and with contexts that are longer than tables of windows.
 
-    Attention chunks begin with a tile, so those of Llama 4 are longer here.
+    Attention chunks begin with a tile, so Llama 4's are longer here.
     """
     shape = {"attention_chunk_size": LARGEST_TILE} if family == "llama4" else {}
     build_model(family, tmp_path, seed=7, **shape)

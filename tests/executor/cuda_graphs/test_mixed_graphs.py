@@ -1,6 +1,7 @@
-"""Steps of decodes and prefill chunks from the static buffers that CUDA graphs read: tokens are those of eager steps.
+"""Steps of decodes and prefill chunks from the static buffers that CUDA graphs read: tokens equal the tokens of eager
+steps.
 
-There is no CUDA device here, so what graphs would replay runs directly, in Triton's interpreter.
+There is no CUDA device here, so the operations of graphs run directly, in Triton's interpreter.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def from_static_buffers(runner: ModelRunner) -> Iterator[MixedGraphs]:
 
 
 def plans(mixed: Mixed, *, windows: int = 0, reports: bool = True) -> Iterator[StepPlan]:
-    """A step that computes one token for each of what decodes after it, and the step in question.
+    """A step that computes one token of each row that decodes after it, and the tested step.
 
     ``windows``: the number of groups of windowed layers, in which sequences have the same blocks. ``reports``:
     log-probabilities are asked for, and some tokens are drawn at random.
@@ -95,7 +96,7 @@ def plans(mixed: Mixed, *, windows: int = 0, reports: bool = True) -> Iterator[S
         joining(row, total, total - 1, 4, logprobs=2 if reports else None) for row, total in enumerate(mixed.decodes)
     ]
     rows = range(len(decoding), len(decoding) + len(mixed.chunks))
-    # Every other prompt goes on after its chunk, and reports log-probabilities.
+    # Every other prompt continues after its chunk, and reports log-probabilities.
     asking: list[dict[str, object]] = [{"temperature": 1.0, "seed": 5}, {"prompt_logprobs": 1}]
     joined = [
         joining(row, start + size + number % 2, start, **(asking[number % 2] if reports else {}))
@@ -204,7 +205,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 def test_a_step_brings_its_arrays_to_the_device_in_one_copy(runner: ModelRunner, uploads: Callable[[], int]) -> None:
-    """But for what few steps need: parameters of sampling, log-probabilities, shared prefixes that are new."""
+    """Except arrays that few steps need: parameters of sampling, log-probabilities, new shared prefixes."""
     before, step = plans(Mixed([9, 12], [(3, 7)]), windows=len(runner.info.groups[1:]), reports=False)
     later = [StepPlan(epoch=0, step=number, chunks=()) for number in (3, 4)]
     found = []

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.interpreted
 
 
 def poison(runner: ModelRunner) -> None:
-    """Overwrite what a replay computes, and let blocks without pages lie in a page of numbers that are none."""
+    """Overwrite the results of a replay, and map blocks without pages to a page of NaN."""
     graphs, batch, plans = runner._graphs, runner._batch, runner._forward_pass.plans
     assert graphs is not None
     assert plans is not None

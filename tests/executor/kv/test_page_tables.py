@@ -1,4 +1,4 @@
-"""Page tables show what block tables name, after any changes, on the CPU and through the driver of a GPU."""
+"""Page tables map the blocks that block tables name, after any changes, on the CPU and through the driver of a GPU."""
 
 import gc
 import subprocess
@@ -49,7 +49,7 @@ changes = st.one_of(
         st.integers(0, MAX_BLOCKS - 1),
         st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, max_size=MAX_BLOCKS),
     ),
-    st.tuples(  # neighbours, as a pool gives them away at first
+    st.tuples(  # neighbours, as a pool allocates them at first
         st.integers(0, ROWS - 1),
         st.integers(0, MAX_BLOCKS - 1),
         st.builds(lambda first, count: list(range(first, first + count)), st.integers(0, 6), st.integers(1, 6)),

@@ -32,7 +32,7 @@ KIMI = {
     "topk_method": "noaux_tc",
     "torch_dtype": "float32",
 }
-"""What config.json of moonshotai/Kimi-K2-Instruct has beside the settings of DeepSeek V3."""
+"""The settings of config.json of moonshotai/Kimi-K2-Instruct that DeepSeek V3 lacks."""
 ROPE = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 

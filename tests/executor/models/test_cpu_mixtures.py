@@ -1,4 +1,4 @@
-"""Which routers and experts the operations in C compute, and that their results are those of transformers."""
+"""Which routers and experts the operations in C compute, and that their results equal transformers'."""
 
 import copy
 from pathlib import Path

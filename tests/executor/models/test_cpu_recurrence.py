@@ -1,4 +1,4 @@
-"""Recurrent modules that the CPU operations compute, and those that stay with PyTorch."""
+"""Recurrent modules that the CPU operations compute, and modules that PyTorch computes."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What makes models fast must not change what they compute."""
+"""The optimisations of models must not change their results."""
 
 import json
 import logging

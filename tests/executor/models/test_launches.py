@@ -1,4 +1,4 @@
-"""What a decode step launches on a GPU, counted without one: Triton's kernels, and what torch computes between them."""
+"""The launches of a decode step on a GPU, counted without one: Triton's kernels, and torch's between them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -39,11 +39,11 @@ NO_LAUNCH = {
 }
 """Operations of torch that compute nothing on the device."""
 ONCE = {"plan_decode_kernel"}
-"""What the first layer launches for all of them."""
+"""Kernels that the first layer launches for all layers."""
 
 
 class Recorder(TorchDispatchMode):
-    """Lists what is launched."""
+    """Lists launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.fixture
 def record() -> Iterator[Callable[[Callable[[], object]], list[str]]]:
-    """Lists what a call launches. Triton's kernels are not run."""
+    """Lists the launches of a call. Triton's kernels are not run."""
 
     def recording(call: Callable[[], object]) -> list[str]:
         with Recorder() as recorder, torch.no_grad():
@@ -186,7 +186,7 @@ def test_the_kernel_for_few_rows_computes_products_as_far_as_it_is_not_slower(
     build_model("llama", tmp_path)
     options: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}
     model = load_model(ExecutorConfig(model=str(tmp_path), device="cpu", kernels="triton", **options)).model
-    # What the kernel takes for 1, 16, 32, 64, 128 and 256 rows; the library takes 1.
+    # The kernel's times for 1, 16, 32, 64, 128 and 256 rows, relative to the library's.
     kernel = {"qkv": [0.9, 1.0, 0.8, 1.0, 1.0, 0.5], "out": [0.9, 1.1], "gate_up": [2.0], "down": [0.9, 0.9, 0.9, 1.1]}
     times = [time for of_product in kernel.values() for one in of_product for time in (1.0, one)]
     given = iter(times)

@@ -1,4 +1,4 @@
-"""Models of Llama's structure are loaded without transformers, and compute exactly what they compute with it."""
+"""Models of Llama's structure are loaded without transformers, and compute exactly the same results as with it."""
 
 import json
 import logging

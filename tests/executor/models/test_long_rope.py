@@ -1,4 +1,4 @@
-"""LongRoPE by the length of each sequence: the tokens are those that transformers generates for it alone."""
+"""LongRoPE by the length of each sequence: transformers generates the same tokens for it alone."""
 
 import json
 from collections import deque
@@ -68,9 +68,9 @@ def reference(path: Path) -> Any:
 
 
 def generated(path: Path, prompt: list[int], count: int) -> list[int]:
-    """What transformers generates, without a cache: of the families, Phi-3 alone drops its cache at the border.
+    """Return transformers' tokens, without a cache: of the families, Phi-3 alone drops its cache at the border.
 
-    In transformers 5.17, Phi-3 then computes one token without those before it; in 5.23 it does not.
+    In transformers 5.17, Phi-3 then computes one token without the tokens before it; in 5.23 it does not.
     """
     model, ids = reference(path), torch.tensor([prompt])
     drops = model.config.model_type == "phi3" and Version(transformers.__version__) >= Version("5.23")

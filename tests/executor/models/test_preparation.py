@@ -1,4 +1,4 @@
-"""What is fused, packed and quantised while a model is loaded: the memory that it takes, and what the log says."""
+"""Fusing, packing and quantising while a model is loaded: memory and log lines."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, and quantisation while loading: what is loaded, what it computes, and what is refused."""
+"""Quantised checkpoints, and quantisation while loading: loaded weights, results, and refusals."""
 
 import json
 import logging
@@ -167,7 +167,7 @@ def test_scales_of_a_kv_cache_and_zero_points_are_left_out_and_the_log_says_so(
     assert "has a kv_cache_scheme, whose scales are not used: KV is kept in the model's type" in caplog.text
 
 
-# ---- what computes a layer ----------------------------------------------------------------------------------
+# ---- kernels of a layer -------------------------------------------------------------------------------------
 
 
 @pytest.mark.interpreted
@@ -287,7 +287,7 @@ def test_fingerprints_tell_quantised_weights_apart(tmp_path: Path) -> None:
     assert len({exact, online, stored}) == 3
 
 
-# ---- what is refused ----------------------------------------------------------------------------------------
+# ---- refused checkpoints ------------------------------------------------------------------------------------
 
 
 COMPRESSED = FORMS["fp8 per channel"].config

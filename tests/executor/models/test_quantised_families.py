@@ -20,7 +20,7 @@ from tests.model_builders import MIXTURES, build_model
 from tests.quantised_checkpoints import ERROR, FORMS, OracleLinear, build_quantised, check_served, edit_config
 
 BUILT = {family: "gemma3" if family.startswith("gemma3") else family for family in FAMILIES if family != "gemma3"}
-"""By model_type, what ``build_model`` calls a family."""
+"""The names of families in ``build_model``, by model_type."""
 TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -39,7 +39,7 @@ def settings_of(family: str) -> dict[str, Any]:
 
 
 def check_linears(loaded: LoadedModel, oracle: Any, dtype: torch.dtype = torch.float32) -> int:
-    """Each linear layer computes what float64 makes of the tensors on disk; return how many there are."""
+    """Check each linear layer against float64 with the tensors on disk; return how many there are."""
     generator = torch.Generator().manual_seed(1)
     found = [(name, module) for name, module in oracle.named_modules() if isinstance(module, OracleLinear)]
     for name, linear in found:

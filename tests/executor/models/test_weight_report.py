@@ -1,4 +1,4 @@
-"""Checkpoints that are not whole, or not what their config.json says: refused with the names of the weights."""
+"""Checkpoints that are not whole, or differ from their config.json: refused with the names of the weights."""
 
 import json
 import logging
@@ -374,7 +374,7 @@ def test_errors_name_the_file_that_is_damaged(family: str, tmp_path: Path) -> No
 
 
 def edit_header(path: Path, **changes: object) -> None:
-    """Change what the header of a file says of each tensor."""
+    """Change the entry of each tensor in the header of a file."""
     text = path.read_bytes()
     start = 8 + int.from_bytes(text[:8], "little")
     header = {name: {**tensor, **changes} for name, tensor in json.loads(text[8:start]).items()}

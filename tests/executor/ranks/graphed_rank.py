@@ -60,7 +60,7 @@ def serve(rank: int, folder: Path, model: Path, failing: list[int]) -> list[Serv
     run = runner._graphs.decodes.run
 
     def run_copied(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a step has sampled is copied to the host, on a device, before the next step writes over it."""
+        """On a device, sampled tokens are copied to the host before the next step overwrites them."""
         logits, tokens = run(*inputs)
         return logits, tokens.clone()
 

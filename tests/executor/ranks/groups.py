@@ -30,7 +30,7 @@ LENGTHS = [(1, 20), (3, 24), (17, 20), (40, 9), (33, 1), (64, 12), (5, 24)]
 
 
 class _Table:
-    """Where threads lay down what they have, for all to see."""
+    """A place where each thread puts an object for all others."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
@@ -72,7 +72,7 @@ class ThreadRanks(Ranks):
 
 
 class ThreadGroup:
-    """A runner of ranks that are threads: every call goes to all of them, and rank 0 answers."""
+    """A runner of ranks that are threads: all of them get every call, and rank 0 answers."""
 
     def __init__(self, path: Path, size: int, **options: object) -> None:
         table = _Table(size)
@@ -81,7 +81,7 @@ class ThreadGroup:
         one_by_one = threading.Lock()
 
         def load(config: ExecutorConfig, ranks: Ranks) -> LoadedModel:
-            with one_by_one:  # transformers changes what belongs to the process while it loads
+            with one_by_one:  # transformers changes settings of the process while it loads
                 return load_model(config, ranks)
 
         with patch.object(model_runner, "load_model", load):
@@ -98,7 +98,7 @@ class ThreadGroup:
     def report_to(self, report: Report) -> None:
         agreement = Agreement(len(self.runners), report)
         for rank, runner in enumerate(self.runners):
-            runner.report_to(partial(agreement.add, rank))  # type: ignore[arg-type] # nothing is said of grammars
+            runner.report_to(partial(agreement.add, rank))  # type: ignore[arg-type] # grammars are not reported
 
     def handle(self, message: LoadAdapter) -> None:
         for runner in self.runners:

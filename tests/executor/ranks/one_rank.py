@@ -1,4 +1,4 @@
-"""What an executor of one rank answers, to compare with."""
+"""The answers of an executor of one rank, to compare with."""
 
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.model_files import resolve_model

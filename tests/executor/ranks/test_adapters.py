@@ -1,4 +1,4 @@
-"""Adapters on several ranks, each of which has its part of them: tokens are those of one rank."""
+"""Adapters on several ranks, each of which has its part of them: tokens equal the tokens of one rank."""
 
 import queue
 from pathlib import Path

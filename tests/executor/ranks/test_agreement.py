@@ -1,4 +1,4 @@
-"""What every rank does for itself is confirmed once, when all have done it."""
+"""An operation that every rank does for itself is confirmed once, when all have done it."""
 
 import logging
 

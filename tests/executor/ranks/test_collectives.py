@@ -1,4 +1,4 @@
-"""What ranks compute together, by processes that gloo joins."""
+"""Collective operations of ranks, by processes that gloo joins."""
 
 import os
 import subprocess

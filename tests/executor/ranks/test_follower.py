@@ -1,4 +1,4 @@
-"""A rank behind rank 0: what it tells of itself, and what becomes of it when something fails."""
+"""A rank behind rank 0: its reports, and its end after failures."""
 
 import errno
 import socket
@@ -22,7 +22,7 @@ INFO = Hello(1, 0, "", "model", 100, 64, 8, 10, 1024, device="cpu", dtype="float
 
 
 class Runner:
-    """What a follower calls, without a model. ``seconds``: that cancelling copies takes."""
+    """The functions that a follower calls, without a model. ``seconds``: that cancelling copies takes."""
 
     info = INFO
 

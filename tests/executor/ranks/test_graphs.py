@@ -1,6 +1,6 @@
 """Ranks replay the same graphs in the same order, collectives inside, or none of them does.
 
-Two processes with gloo; what is captured is computed by the interpreter. NCCL in a graph runs on GPUs only.
+Two processes with gloo; the interpreter computes captured operations. NCCL in a graph runs on GPUs only.
 """
 
 from concurrent.futures import ProcessPoolExecutor

@@ -1,4 +1,4 @@
-"""An executor of two processes does what one of one process does: with its tiers, and whatever requests ask for."""
+"""An executor of two processes answers like one of one process: with its tiers, and all options of requests."""
 
 import time
 from array import array

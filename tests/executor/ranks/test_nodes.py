@@ -50,7 +50,7 @@ def keys_of(folder: Path, name: str = "executor") -> Keys:
 
 
 class Group:
-    """Node 0, and what has been heard of it."""
+    """Node 0, and its messages."""
 
     def __init__(self, keys: Keys | None = None, **options: Any) -> None:
         self.port = free_port()
@@ -125,7 +125,7 @@ def test_frames_of_ranks_go_both_ways_and_the_end_of_a_node_is_noticed_soon(
 
 
 def _of_ranks(link: _Link) -> list[bytes]:
-    """The next frame for a rank, behind those that only say that node 0 is there."""
+    """The next frame for a rank, behind heartbeats of node 0."""
     while (parts := link.socket.recv_multipart())[0] == b"":
         pass
     return parts
@@ -219,7 +219,7 @@ def test_a_second_node_of_a_number_waits_for_the_end_of_the_first(
 
 
 def test_a_node_that_has_given_up_before_it_was_heard_is_waited_for_again(made: Callable[..., Group]) -> None:
-    """Node 0 is slow: what it reads first is from an attempt that is over."""
+    """Node 0 is slow: its first message comes from an attempt that is over."""
     group = made()
     settings = group.nodes._settings
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -262,7 +262,7 @@ def test_a_node_with_a_wrong_key_or_none_waits_in_vain(
 
 
 def test_the_key_of_another_executor_is_not_that_of_this_one(made: Callable[..., Group], tmp_path: Path) -> None:
-    """Whoever has a key on the allow-list, and knows the public key of node 0, comes through the handshake."""
+    """A process with a key on the allow-list, and the public key of node 0, completes the handshake."""
     group = made(keys_of(tmp_path / "keys"))
     other = keys_of(tmp_path / "keys", "gpu-7")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -307,7 +307,7 @@ def test_a_port_that_is_taken_is_named(made: Callable[..., Group]) -> None:
 
 
 class Names:
-    """What names resolve to: those that nobody has published yet to nothing."""
+    """The addresses of names; unpublished names have none."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.published: set[str] = set()

@@ -1,4 +1,4 @@
-"""Weights in eight bits on several ranks: each computes its part as the whole layer says, scales included."""
+"""Weights in eight bits on several ranks: each computes its part like the whole layer, scales included."""
 
 import copy
 from pathlib import Path
@@ -30,7 +30,7 @@ FORM = FORMS["fp8 per channel"]
 
 
 def parts_of_layers(oracle: Any, rank: int) -> Any:
-    """What a rank should compute in each layer of a model: a part of the outputs, or of the sum over inputs."""
+    """The part of each layer of a model that a rank should compute: of the outputs, or of the sum over inputs."""
 
     def part(linear: OracleLinear, dim: int) -> OracleLinear:
         own = copy.deepcopy(linear)
@@ -111,7 +111,7 @@ def tokens(runner: Runner) -> list[list[int]]:
 
 @pytest.mark.parametrize("form", ["fp8 per tensor", "int8 weights"])
 def test_tokens_of_ranks_equal_those_of_one(form: str, tmp_path: Path) -> None:
-    """Where inputs are not rounded by scales of their own, ranks compute what one does."""
+    """Where inputs are not rounded by scales of their own, ranks and one rank compute the same."""
     build_quantised(FORMS[form], tmp_path, "llama", num_hidden_layers=1)
     expected = tokens(ModelRunner(config_of(tmp_path, 1)))
     group = ThreadGroup(tmp_path, SIZE)

@@ -89,7 +89,7 @@ def test_tokens_of_processes_equal_those_of_transformers(family: str, tmp_path: 
 
 
 def test_ranks_verify_drafts(tmp_path: Path) -> None:
-    """With a norm over the heads of both, which sums while they update states by what is kept."""
+    """With a norm over the heads of both ranks, which also sums while they update states by the kept tokens."""
     family, settings = SHARED[0]
     build_model(family, tmp_path, seed=7, **settings)
     ngram = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=2, prompt_lookup_min=1)

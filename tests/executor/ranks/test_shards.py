@@ -21,7 +21,7 @@ PLAN = LLAMA_PLAN | {f"{EXPERTS}.gate_up_proj": "packed_colwise", f"{EXPERTS}.do
 
 
 class Weight:
-    """A weight in a file, of which counts what is read."""
+    """A weight in a file, which counts the bytes read."""
 
     def __init__(self, *shape: int) -> None:
         self.whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)

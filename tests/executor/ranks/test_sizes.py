@@ -134,7 +134,7 @@ def test_a_pool_that_is_too_small_is_told_of_as_each_rank_has_it(monkeypatch: py
 
 
 def test_a_rank_that_computes_otherwise_ends_the_start(tmp_path: Path) -> None:
-    """The other one is not there: it only says that it is ready."""
+    """The other rank is not there: it only reports that it is ready."""
     build_model("llama", tmp_path, num_hidden_layers=1)
 
     class Leads:

@@ -233,7 +233,7 @@ def test_a_row_needs_the_token_sampler_only_once_it_may_end(logits: torch.Tensor
 
 
 def test_rows_that_come_and_go_and_change_places_sample_what_each_samples_alone() -> None:
-    """What is kept from step to step is never that of other rows, of another order, or of what a row held before."""
+    """The sampler never keeps state of other rows, of another order, or of a row's earlier sequence."""
     rng = np.random.default_rng(7)
     ids = list(range(VOCAB))
 
@@ -338,7 +338,7 @@ def test_logprobs_are_of_the_raw_logits(logits: torch.Tensor) -> None:
 
 
 def test_constraints_of_a_large_vocabulary_are_those_token_by_token(device: torch.device) -> None:
-    """All rows of a request share one table, and the result is what a loop over tokens gives."""
+    """All rows of a request share one table, and the result equals a loop over tokens."""
     vocab, rows = 70_001, 5
     rng = np.random.default_rng(3)
     allowed = tuple(rng.choice(vocab, 40_000, replace=False).tolist())

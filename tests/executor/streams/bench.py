@@ -55,7 +55,7 @@ def put_in_place(patch: pytest.MonkeyPatch, machine: Machine, device: Device, pr
 class StreamedBench:
     """One executor behind one scheduler, each in a process of its own.
 
-    ``costs``: what the executor says that steps and copies take; None: what it measures when it starts.
+    ``costs``: the executor's costs of steps and copies; None: it measures them when it starts.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StreamedBench:
             )  # fmt: skip
             if self._costs is None:
                 self._costs = _measured(runner, budget)
-            runner.wrong.clear()  # what is measured reads whatever lies there
+            runner.wrong.clear()  # measurements read any content
             return runner
 
         self.worker = worker.Worker(build)  # type: ignore[arg-type]
@@ -101,7 +101,7 @@ class StreamedBench:
         self.prompt = array("i", [rng.randrange(1024) for _ in range(tokens)])
         self._number = 0
         self.first_token()
-        self.recover("swap")  # what is not on the host yet goes there
+        self.recover("swap")  # stores the rest on the host
 
     def first_token(self) -> float:
         """Seconds from a request with the prompt to its token."""
@@ -143,9 +143,9 @@ class StreamedBench:
         pool.release(blocks)
 
     def recover(self, mode: RecoveryMode) -> tuple[float, Recovery]:
-        """Seconds to the first token of the prompt, whose KV lies on the host, and the report of its recovery."""
+        """Seconds to the first token of the prompt, whose KV is on the host, and the report of its recovery."""
         self.push_out()
-        self.scheduler.recoveries.policy.mode = mode
+        self.scheduler.recoveries.planner.policy.mode = mode
         recoveries: list[Recovery] = []
         self.scheduler.recoveries.emit = recoveries.append
         self.device.log.clear()
@@ -160,7 +160,7 @@ class StreamedBench:
 
 
 def _measured(runner: Any, budget: int) -> Costs:
-    """What the executor would say in its Hello."""
+    """The costs in the executor's Hello."""
     steps = measure_costs(runner, budget, GPU_SIZES)
     tier = measure_tier(runner, runner.copier.tiers[DEVICE], runner.host, runner.info.tiers[0], beside=True)
     seconds = {name: getattr(steps, name) * 1e-6 for name in steps.__struct_fields__}

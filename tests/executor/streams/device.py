@@ -1,8 +1,9 @@
-"""A device with streams in simulated time, in the place of ``torch.cuda``: copies and kernels take the time that the
-device of ``Speeds`` takes for them, and do what they do when that has passed.
+"""A device with streams in simulated time, in the place of ``torch.cuda``: copies and kernels take the time that
+``Speeds`` gives them, and have their effect when it has passed.
 
-Kernels share the device: what small ones take of it, large ones lack. Each direction of the link copies one thing after
-the other. Two things that touch the same memory at the same time, one of which writes, are a race, which is recorded.
+Kernels share the device: large kernels get the part of it that small ones leave. Each direction of the link makes one
+copy after the other. Two operations on the same memory at the same time, one of which writes, are a race, which is
+recorded.
 """
 
 import threading
@@ -29,7 +30,7 @@ class Speeds:
     """Seconds, and bytes per second, of one device and of the host that drives it.
 
     ``call``: the host's, of a copy or a kernel that is issued through torch. ``launch``: of one of our kernels, with
-    its list of blocks. ``view``: of a view of a tensor. ``wake``: until a thread goes on that waited for the device.
+    its list of blocks. ``view``: of a view of a tensor. ``wake``: until a thread continues that waited for the device.
     ``copy_setup``: of each copy on the device.
     """
 
@@ -44,7 +45,7 @@ class Speeds:
 
 @dataclass(eq=False)
 class Operation:
-    """What a stream does: ``seconds`` of an engine. ``share``: of a kernel that leaves room for others."""
+    """An operation of a stream: ``seconds`` of an engine. ``share``: of a kernel that leaves room for others."""
 
     engine: str
     seconds: float
@@ -59,7 +60,7 @@ class Operation:
 
 
 class Event:
-    """Stands in for ``torch.cuda.Event``."""
+    """Replaces ``torch.cuda.Event``."""
 
     device: "Device"
 
@@ -87,7 +88,7 @@ class Event:
 
 
 class Stream:
-    """Stands in for ``torch.cuda.Stream``."""
+    """Replaces ``torch.cuda.Stream``."""
 
     device: "Device"
 
@@ -175,7 +176,7 @@ class Device:
         self.advance(self.machine.now)
 
     def pump(self) -> None:
-        """Begin what can begin."""
+        """Begin all operations that can begin."""
         moved = True
         while moved:
             moved = False
@@ -237,7 +238,7 @@ class Device:
 
 @dataclass
 class Rows:
-    """Stands in for bytes of blocks, uint8 [n, bytes]; one row stands for uint8 [bytes]. ``cells``: what is there."""
+    """Replaces bytes of blocks, uint8 [n, bytes]; one row represents uint8 [bytes]. ``cells``: their contents."""
 
     device: Device
     cells: list[Any]

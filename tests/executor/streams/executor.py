@@ -47,7 +47,7 @@ class HostRows(HostMemory):
 
 
 class Pool:
-    """Stands in for ``KVPool``."""
+    """Replaces ``KVPool``."""
 
     def __init__(self, device: Device, num_blocks: int, block_size: int, bytes_per_block: int) -> None:
         self.device = torch.device("cuda", 0)
@@ -103,7 +103,7 @@ class Pool:
 
 
 class StreamedRunner:
-    """Computes nothing, for as long as the device would. What is in a block tells which tokens it stands for."""
+    """Computes nothing, for as long as the device would. The content of a block identifies its tokens."""
 
     num_refused = num_storage_errors = num_grammar_waits = 0
 
@@ -188,7 +188,7 @@ class StreamedRunner:
         return IssuedStep(plan, sampled, rows, None, [], machine.now - began_at, (began, done))
 
     def _names(self, tokens: Any) -> list[int]:
-        """What the full blocks of a sequence that begins with ``tokens`` hold."""
+        """The contents of the full blocks of a sequence that begins with ``tokens``."""
         if (known := self._known.get(id(tokens))) is None or known[0] is not tokens:
             data, size, names = np.asarray(tokens, np.int32).tobytes(), 4 * self.info.block_size, [0]
             for start in range(0, len(data), size):

@@ -1,7 +1,7 @@
 """Simulated time for real threads: one of them runs at a time, and time passes only where a thread spends or waits.
 
 Threads of one process share an interpreter lock: while one of them spends time with it, the others of its process wait.
-Whatever else takes time (a device) is told how far time has gone. A run is the same each time.
+Other objects with a clock (a device) get the present time. A run is the same each time.
 """
 
 import concurrent.futures
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 _RESULT = concurrent.futures.Future.result
 LET_GO, HANDOVER = 5e-6, 50e-6
 """Seconds after which a thread that computes lets go of the interpreter lock, as every call of CUDA does, and seconds
-until it has it back if another thread has taken it meanwhile, which has to be woken. With these, what an H200 took to
-recover from both ends is explained within an eighth, for a thread that calls CUDA for every block that it loads."""
+until it has it back if another thread has taken it meanwhile, which has to be woken. They explain an H200's time to
+recover from both ends within an eighth, for a thread that calls CUDA for every block that it loads."""
 
 
 class Clockwork(Protocol):
-    """What goes on beside the threads."""
+    """Objects that advance beside the threads."""
 
     def next_time(self) -> float:
         """When something happens next; infinite: nothing will."""
@@ -72,7 +72,7 @@ class Machine:
         self._own.thread = thread = _Thread(process)
         return thread
 
-    # ---- what threads do -----------------------------------------------------------------------------
+    # ---- calls of threads ----------------------------------------------------------------------------
 
     def spend(self, seconds: float) -> None:
         """Compute for so long, with the interpreter lock."""
@@ -99,7 +99,7 @@ class Machine:
         thread.process.holder = None
 
     def wait(self, ready: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait without the interpreter lock until ``ready`` says so; False: that took too long."""
+        """Wait without the interpreter lock until ``ready`` returns true; False: that took too long."""
         self._own.thread.held = 0.0
         if not ready():
             self._block(ready, inf if timeout is None else self.now + timeout)
@@ -110,7 +110,7 @@ class Machine:
         self._block(None, self.now + max(0.0, seconds))
 
     def close(self) -> None:
-        """End the threads: those that wait are told to exit."""
+        """End the threads: waiting ones exit."""
         self._ended = True
         for thread in self._threads:
             thread.baton.release()
@@ -137,7 +137,7 @@ class Machine:
                 self._turns += 1
                 chosen.turn = self._turns
                 return chosen
-            # Those whose time has come wait for the interpreter lock.
+            # Threads whose time has come wait for the interpreter lock.
             times = [thread.until for thread in self._threads if thread.until > self.now]
             following = min([*times, self.clockwork.next_time() if self.clockwork else inf])
             if following == inf:
@@ -152,10 +152,10 @@ class Machine:
             return False
         return thread.until <= self.now or (thread.ready is not None and thread.ready())
 
-    # ---- what stands in for the standard library -----------------------------------------------------
+    # ---- replacements of the standard library --------------------------------------------------------
 
     def thread_class(self, process: Process) -> Any:
-        """Stands in for ``threading.Thread``; its threads belong to ``process``."""
+        """Replaces ``threading.Thread``; its threads belong to ``process``."""
         machine = self
 
         class Thread:
@@ -192,19 +192,19 @@ class Machine:
         return Thread
 
     def make_lock(self) -> "Lock":
-        """Stands in for ``threading.Lock``."""
+        """Replaces ``threading.Lock``."""
         return Lock(self)
 
     def make_event(self) -> "Flag":
-        """Stands in for ``threading.Event``."""
+        """Replaces ``threading.Event``."""
         return Flag(self)
 
     def make_queue(self) -> "Queue":
-        """Stands in for ``queue.SimpleQueue``."""
+        """Replaces ``queue.SimpleQueue``."""
         return Queue(self)
 
     def result(self, future: "concurrent.futures.Future[Any]", timeout: float | None = None) -> Any:
-        """Stands in for ``concurrent.futures.Future.result``."""
+        """Replaces ``concurrent.futures.Future.result``."""
         self.wait(future.done, timeout)
         if (error := future.exception(0)) is not None:
             raise error
@@ -212,7 +212,7 @@ class Machine:
 
 
 class Lock:
-    """Stands in for ``threading.Lock``."""
+    """Replaces ``threading.Lock``."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -234,7 +234,7 @@ class Lock:
 
 
 class Flag:
-    """Stands in for ``threading.Event``."""
+    """Replaces ``threading.Event``."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -251,7 +251,7 @@ class Flag:
 
 
 class Queue:
-    """Stands in for ``queue.SimpleQueue``."""
+    """Replaces ``queue.SimpleQueue``."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

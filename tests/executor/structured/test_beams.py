@@ -1,4 +1,4 @@
-"""Beam search within a grammar finds what transformers finds with ``prefix_allowed_tokens_fn``."""
+"""Beam search within a grammar equals transformers' with ``prefix_allowed_tokens_fn``."""
 
 import random
 from pathlib import Path

@@ -112,8 +112,8 @@ def test_no_step_waits_for_large_grammars(runner: ModelRunner, model_path: Path)
 
 
 def test_a_grammar_may_not_make_others_wait_for_long(model_path: Path) -> None:
-    """Ambiguous rules take longer with each token, until the limit; what schemas need stays below it. Time is that of
-    the thread alone."""
+    """Ambiguous rules take longer with each token, until the limit, which schemas do not reach. Time is that of the
+    thread alone."""
     grammars = Grammars(load_tokenizer(model_path, VOCAB_SIZE), 1)
     names = [f"p{number}" for number in range(480)]
     large = {"type": "object", "properties": {name: {"type": ["string", "integer", "null"]} for name in names}}
@@ -146,7 +146,7 @@ def test_a_grammar_may_not_make_others_wait_for_long(model_path: Path) -> None:
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_the_most_patterns_that_gateways_take_do_not_hold_up_steps(model_path: Path, hidden: bool) -> None:
-    """``hidden``: behind what the output has to begin with, so that only later masks have to join them."""
+    """``hidden``: behind the required beginning of the output, so that only later masks have to join them."""
     before = "^(y|z{9}" if hidden else "^("
     taken: list[str] = []
     for number in range(2, 40):

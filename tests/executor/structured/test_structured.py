@@ -1,4 +1,4 @@
-"""Outputs match their grammars, whatever happens to a sequence, and are what the same draws without it would give."""
+"""Outputs match their grammars after any move of a sequence, and equal the same draws without a grammar."""
 
 import random
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def test_chunks_small_pools_and_recoveries_change_nothing(
     for one in alone:
         run_requests(runner, [one])
     together, _ = many(10, seed=2)
-    # Beside requests without grammars, which get what they get alone.
+    # Beside requests without grammars, which get the same tokens as alone.
     plain = [request([40 + number, 7, 8], 30, f"p{number}", temperature=1.0, seed=number) for number in range(3)]
     by_themselves = [
         request([40 + number, 7, 8], 30, f"p{number}", temperature=1.0, seed=number) for number in range(3)

@@ -23,7 +23,7 @@ def prefix(text: str, length: int) -> list[BlockName]:
 
 
 def content(names: list[BlockName]) -> Rows:
-    """What lies in these blocks: a name tells the content."""
+    """The content of these blocks, which their names determine."""
     rows = [np.random.default_rng(list(name.hash)).integers(0, 256, BLOCK_BYTES, np.uint8) for name in names]
     return np.stack(rows)
 

@@ -1,4 +1,4 @@
-"""What is the same for all storage: names of prefixes, and how far one is there."""
+"""Common parts of all storage: names of prefixes, and look-ups of the longest stored one."""
 
 from collections.abc import Sequence
 

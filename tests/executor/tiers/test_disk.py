@@ -119,7 +119,7 @@ def test_the_bound_holds_over_all_who_write_and_all_models(tmp_path: Path) -> No
     disks = [open_disk(tmp_path, model, most_blocks=20) for model in ("one", "one", "other")]
     for number in range(30):
         disk = disks[number % 3]
-        disk._listed = float("-inf")  # else every five minutes: what others write is not known before
+        disk._listed = float("-inf")  # else every five minutes: writes of others are not known before
         names = prefix(f"{number}", 3)
         assert disk.store(names, content(names)) == [True] * 3
         assert len(files(tmp_path)) <= 20

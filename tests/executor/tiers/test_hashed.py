@@ -241,7 +241,7 @@ def test_a_plan_that_cannot_be_followed_is_refused(copies: BlockCopies, flaw: st
 
 
 def test_the_weights_tell_what_is_shared(tmp_path: Path) -> None:
-    """A model's fingerprint takes samples of its weights, but storage outlives what an operator does to the files."""
+    """A model's fingerprint takes samples of its weights, but storage outlives an operator's changes to the files."""
     pool = KVPool([(1, 4)], NUM_BLOCKS, 4, torch.float32, torch.device("cpu"), layout="blocks")
     device, runner = (
         DeviceTier(pool, BlockHashes(NUM_BLOCKS, 4)),

@@ -1,4 +1,4 @@
-"""Named host memory: one process holds it, and the next one finds what is whole."""
+"""Named host memory: one process holds it, and the next one finds its whole blocks."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ def open_memory(folder: Path, content: str = "x", num_blocks: int = 8) -> NamedM
 
 
 def process_ends(memory: NamedMemory) -> None:
-    """Let go of what the end of its process would let go of."""
+    """Release the lock, as the end of its process would."""
     fcntl.flock(memory._file, fcntl.LOCK_UN)
 
 

@@ -34,7 +34,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefill(played: Played) -> dict[int, list[np.ndarray]]:
-    """Compute two blocks of each group; returns what is in them."""
+    """Compute two blocks of each group; returns their contents."""
     windows = ((0, pack_int32s([6, 2])),)
     tokens = pack_int32s(range(3, 3 + 2 * SIZE))
     new = NewSequence(0, tokens, 2 * SIZE, 0, pack_int32s([1, 4]), SamplingParams(temperature=0.0), windows=windows)

@@ -107,7 +107,7 @@ def test_a_peer_that_was_reset_refuses_and_the_tokens_stay_right(
 
 
 class Exchange:
-    """Two pools of ``num_blocks`` and the way between them. ``done``: what was reported."""
+    """Two pools of ``num_blocks`` and the way between them. ``done``: the reports."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ def test_a_server_that_goes_costs_little_time_and_one_that_comes_back_is_used(
     names = prefix("a", 3)
     store.store(names, content(names))
     stop()
-    store._client.connection_pool.disconnect()  # the one in Python still answers those who are connected
+    store._client.connection_pool.disconnect()  # the server in Python still answers connected clients
     began = time.monotonic()
     for _ in range(20):
         assert store.contains(names) == [False] * 3
@@ -124,7 +124,7 @@ def test_a_server_that_does_not_answer_is_asked_once_in_a_while(
     store = open_store(f"redis://127.0.0.1:{port}/0")
     stop()
     store._client.connection_pool.disconnect()
-    with socket.create_server(("127.0.0.1", port)):  # takes connections, and says nothing
+    with socket.create_server(("127.0.0.1", port)):  # takes connections, and answers nothing
         began = time.monotonic()
         for _ in range(50):
             assert store.contains(prefix("a", 2)) == [False, False]

@@ -1,4 +1,4 @@
-"""What a plan's lists of copies do to the tiers below the device, one list after the other."""
+"""The effect of a plan's lists of copies on the tiers below the device, one list after the other."""
 
 import queue
 import signal
@@ -28,7 +28,7 @@ ON = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class FurtherTier(Tier):
-    """A tier below the host that keeps what it takes over, and what that was called."""
+    """A tier below the host that keeps the blocks that it takes over, and their names."""
 
     num_blocks = 4
 
@@ -45,7 +45,7 @@ class FurtherTier(Tier):
 
 
 class NamedHashes(BlockHashes):
-    """Each block of the device has a hash that tells its number."""
+    """Each block of the device has a hash with its number."""
 
     def of(self, blocks: Iterable[int]) -> list[BlockHash | None]:
         return [name_of(block) for block in blocks]
@@ -90,7 +90,7 @@ class Tiers:
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("device", ON)
 def test_of_several_blocks_that_go_to_one_the_last_stays_with_its_name(device: str, verify: bool) -> None:
-    """What the host gives up again within a step is taken by others: one list then names its block more than once."""
+    """Blocks that the host frees within a step are taken again: one list then names its block more than once."""
     tiers = Tiers(device, verify=verify)
     tiers.copy((DEVICE, HOST, [(block, block % 3) for block in range(NUM_BLOCKS)]))
     assert tiers.host.names() == {block: name_of(NUM_BLOCKS - 3 + block) for block in range(3)}
@@ -102,7 +102,7 @@ def test_of_several_blocks_that_go_to_one_the_last_stays_with_its_name(device: s
 
 @pytest.mark.parametrize("bandwidth", [None, 20_000.0])
 def test_a_block_of_the_host_goes_further_down_as_it_is_when_the_list_begins(bandwidth: float | None) -> None:
-    """Block 5 of the host is on its way there, goes further down, and is written again, all in one plan."""
+    """Block 5 of the host is on its way there, moves to the next tier, and is written again, all in one plan."""
     tiers = Tiers(bandwidth=bandwidth)
     tiers.copy(
         (DEVICE, HOST, [(1, 4), (2, 5)]),

@@ -1,4 +1,4 @@
-"""An operator deletes the KV of one cache salt, and that of nobody else."""
+"""An operator deletes the KV of one cache salt, and of no other."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Adapters as clients see them: which there are, who may load them, and what is submitted for them."""
+"""Adapters as clients see them: their list, the rights to load them, and the requests submitted for them."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""API keys: who gets in, how keys are replaced, and what each of them may do. On real sockets."""
+"""API keys: admission, replacement of keys, and the rights of each. On real sockets."""
 
 import logging
 import os
@@ -296,7 +296,7 @@ def test_no_choice_of_a_salt_leads_into_the_cache_of_others(
     one: Client, given_one: str | None, other: Client, given_other: str | None
 ) -> None:
     def cache(client: Client) -> tuple[str, ...]:
-        """Whom it shares with."""
+        """The holder of its cache."""
         return () if client.shares else ("group", client.share) if client.share else ("key", client.name)
 
     same = (cache(one), given_one) == (cache(other), given_other)

@@ -1,4 +1,4 @@
-"""What is wrong is refused with the right status, in OpenAI's shape, and names the field."""
+"""Invalid requests are refused with the right status, in OpenAI's shape, and the error names the field."""
 
 import gzip
 import json
@@ -361,7 +361,7 @@ async def test_no_executor_yet() -> None:
 
 
 def check_failure(status: int, answer: str, begun: bool, text: str) -> None:
-    """An answer that tells of a failure on our side: an event at the end of a stream that has begun."""
+    """An answer about a failure on our side: an event at the end of a stream that has begun."""
     if begun:
         assert status == 200
         events = answer.removesuffix("\n\n").split("\n\n")

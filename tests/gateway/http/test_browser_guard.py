@@ -1,4 +1,4 @@
-"""What browsers make web pages of other sites send, to a server with and without API keys."""
+"""Requests that browsers send for web pages of other sites, to a server with and without API keys."""
 
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ async def test_usual_clients_need_nothing_else_without_keys() -> None:
             assert await status(server, COMPLETION, JSON | headers, BODY) == 200, headers
             assert await status(server, "/health", headers) == 200, headers
         link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
-        assert await status(server, "/console", link) == 200  # somebody follows a link
+        assert await status(server, "/console", link) == 200  # a user follows a link
 
 
 async def test_keys_make_all_this_unnecessary(tmp_path: Path) -> None:

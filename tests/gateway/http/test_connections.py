@@ -1,4 +1,4 @@
-"""Clients that leave, stall, or send slowly; request ids; what operators read."""
+"""Clients that leave, stall, or send slowly; request ids; and operators' endpoints."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The console's routes: who may see what, that views are shared, and that slow consoles hold nothing up."""
+"""The console's routes: rights to see it, that views are shared, and that slow consoles delay nothing."""
 
 import asyncio
 import json
@@ -134,7 +134,7 @@ async def test_what_cannot_be_shown_is_said() -> None:
             ((name, data),) = await events(response, 1)
             assert (name, data["part"]) == ("problem", "map")
             assert "no executor 'gone'" in str(data["message"])
-            with pytest.raises(TimeoutError):  # it is said once, although it is asked for twice a second
+            with pytest.raises(TimeoutError):  # it is sent once, although it is asked for twice a second
                 async with asyncio.timeout(1.5):
                     await events(response, 1)
         async with watching(server, "parts=requests") as response:

@@ -1,4 +1,4 @@
-"""``/debug/explain``: what the scheduler tells, and what only the gateway knows: whether the client read slowly."""
+"""``/debug/explain``: the scheduler's report, and the gateway's own fact: whether the client read slowly."""
 
 import asyncio
 import json

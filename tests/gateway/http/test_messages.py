@@ -213,7 +213,7 @@ async def test_a_failure_in_a_stream_is_an_event_that_clients_know(kind: Any, er
         async def read() -> None:
             async with client.messages.stream(model=MODEL, max_tokens=200, messages=ASKED) as stream:
                 async for event in stream:
-                    received.append(event.type)  # noqa: PERF401 - what came before the error counts
+                    received.append(event.type)  # noqa: PERF401 - events before the error count
 
         with pytest.raises(anthropic.APIStatusError, match="caught fire") as raised:
             await read()

@@ -12,7 +12,7 @@ MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Grü�
 CHAT_TEXT = TOKENIZER.render_chat([{"role": "user", "content": "Grüße, 世界"}])
 CHAT_IDS = TOKENIZER.encode(CHAT_TEXT, add_special_tokens=False)
 CHAT_REPLY = TOKENIZER.decode(CHAT_IDS)
-"""What the fake replies when it may repeat the whole prompt (special tokens left out)."""
+"""The fake's reply if it may repeat the whole prompt (special tokens left out)."""
 
 
 async def test_completion() -> None:
@@ -184,7 +184,7 @@ async def test_failure_in_a_stream_is_an_event() -> None:
 
         async def read() -> None:
             async for chunk in stream:
-                received.append(chunk)  # noqa: PERF401 - what came before the error counts
+                received.append(chunk)  # noqa: PERF401 - chunks before the error count
 
         with pytest.raises(openai.APIError, match="caught fire"):
             await read()

@@ -1,4 +1,4 @@
-"""What each parameter becomes, and what comes back for it."""
+"""Each parameter of a request in the submission, and the answers to it."""
 
 from array import array
 from typing import Any

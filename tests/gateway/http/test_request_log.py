@@ -1,4 +1,4 @@
-"""``--log-requests``: what the line of a request tells, and that no client writes a line of its own."""
+"""``--log-requests``: the content of a request's line, and that no client writes a line of its own."""
 
 import asyncio
 import json

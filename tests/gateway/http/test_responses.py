@@ -233,7 +233,7 @@ async def test_a_stream_takes_memory_for_the_text_with_which_it_ends() -> None:
         async for event in stream:
             told += len(event.delta) if event.type == "response.output_text.delta" else 0
             if told >= 100_000 and not scheduler.paused:
-                scheduler.paused = True  # what has arrived is written and read, but is kept
+                scheduler.paused = True  # arrived text is written and read, but is kept
                 await scheduler.until(lambda: 60_000 < taken() < 250_000)
                 scheduler.paused, scheduler.step_seconds, told = False, 0, -(10**9)
         assert event.response.output_text == text

@@ -1,4 +1,4 @@
-"""Segments that requests declare: where they land in the tokens that are submitted, and what is refused."""
+"""Segments that requests declare: their places in the submitted tokens, and refusals."""
 
 from typing import Any
 

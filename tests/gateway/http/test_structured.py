@@ -1,4 +1,4 @@
-"""Requests for structured output: what is submitted for them, and what is refused."""
+"""Requests for structured output: their submissions, and refusals."""
 
 from typing import Any
 

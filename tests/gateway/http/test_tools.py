@@ -242,7 +242,7 @@ async def test_calls_without_arguments_go_back_into_the_template(arguments: str)
 
 @pytest.mark.parametrize("arguments", ['{"a', "[1]", "a=b", "[" * 1200])
 async def test_a_conversation_goes_on_with_arguments_that_are_no_object(arguments: str) -> None:
-    """The model has written them, and agents send back what it has written."""
+    """The model has written them, and agents send the model's text back."""
     item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
     async with serving(FakeScheduler(max_model_len=5000), tokenizer=TOKENIZER, **HERMES) as server:
         status, rendered = await server.post("/v1/chat/completions/render", {"messages": [assistant(arguments)]})

@@ -1,4 +1,4 @@
-"""What becomes of a request of which no trace can be made."""
+"""A request of which no trace can be made is still answered."""
 
 import asyncio
 

@@ -30,7 +30,7 @@ async def compressed(server: Server, body: bytes, encoding: str) -> tuple[int, s
 
 
 async def raw(server: Server, data: bytes, more: bytes = b"") -> tuple[bytes, bytes]:
-    """Send this, all of it, and then read to the end. Returns head and body of what came."""
+    """Send these bytes, all of them, and then read to the end. Returns head and body of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(data)
     await writer.drain()

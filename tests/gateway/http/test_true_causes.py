@@ -1,4 +1,4 @@
-"""Errors name the true cause, because clients act on it: agents shorten a conversation that is said to be too long."""
+"""Errors name the true cause, because clients act on it: agents shorten a conversation after "too long"."""
 
 from typing import Any
 

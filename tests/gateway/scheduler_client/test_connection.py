@@ -1,4 +1,4 @@
-"""Joining the scheduler: which gateways are let in, and what their Hello says."""
+"""Joining the scheduler: admission of gateways, and the content of their Hello."""
 
 import asyncio
 from pathlib import Path
@@ -45,7 +45,7 @@ async def test_connections_are_encrypted_if_there_are_keys(tmp_path: Path) -> No
     async with FakeScheduler(keys=pair).listening() as fake:
         linked = scheduler_client(fake.endpoint, keys)
         running = asyncio.create_task(linked.run())
-        await fake.until(lambda: linked.answers)  # one that was not told that it is in says no Goodbye
+        await fake.until(lambda: linked.answers)  # a gateway without a Welcome sends no Goodbye
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await fake.until(lambda: fake.goodbyes)

@@ -1,4 +1,4 @@
-"""What frames of outputs become: text, finish reasons, and deltas for the client."""
+"""Frames of outputs as text, finish reasons, and deltas for the client."""
 
 import asyncio
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ MOST_UNREAD = 32_768 * TOKEN_BYTES
 
 
 class Table:
-    """A stream table with requests of one prompt each, if nothing else is said."""
+    """A stream table with requests of one prompt each by default."""
 
     def __init__(self) -> None:
         self.metrics = Metrics("m")
@@ -417,7 +417,7 @@ async def test_a_client_that_is_cut_off_by_the_token_that_completes_a_stop_strin
 
 @pytest.mark.parametrize("merged", [True, False])
 async def test_a_stop_string_is_why_an_output_ended_however_tokens_are_put_into_frames(merged: bool) -> None:
-    """The scheduler has not been told of it when it samples a stop token."""
+    """The scheduler does not know of it when it samples a stop token."""
     table = Table()
     live = table.add(stop=("fox",), max_tokens=400, sampling=SamplingParams(stop_token_ids=(END,)))
     tokens = TOKENIZER.encode("the fox")

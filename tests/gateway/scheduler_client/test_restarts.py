@@ -1,4 +1,4 @@
-"""A scheduler dies, hangs, or is replaced: clients see a pause, and then exactly what they would have seen."""
+"""A scheduler dies, is stuck, or is replaced: clients see a pause, and then exactly the same outputs as without."""
 
 import asyncio
 import json
@@ -95,7 +95,7 @@ async def test_an_answer_that_does_not_stream_goes_on_too() -> None:
 
 
 async def test_outputs_that_have_ended_are_not_generated_again() -> None:
-    """One by a stop string, one by a stop token; the third goes on."""
+    """One by a stop string, one by a stop token; the third continues."""
     prompts = [TOKENIZER.encode("the dog, over"), [*TOKENIZER.encode("lazy"), 330], IDS]
     body = {"prompt": prompts, "max_tokens": 60, "stop": ["dog"], "stop_token_ids": [330]}
     async with served() as (server, life):

@@ -1,4 +1,4 @@
-"""The processes that compile grammars: what is too expensive ends one of them, and nothing else."""
+"""The processes that compile grammars: a grammar that is too expensive ends one of them, and nothing else."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from pagewise_gateway.structured.walk import GrammarError, TooManyGrammarsError
 HARD = LLMatcher.grammar_from_json_schema(
     json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{number}}}b.*"} for number in range(1, 40)]})
 )
-"""What takes the library hours and all memory, made without the checks that refuse it before."""
+"""Grammars that take the library hours and all memory, made without the checks that refuse them before."""
 LATE = LLMatcher.grammar_from_lark("start: X\nX: " + " & ".join(f"/.*a.{{{number}}}b.*/" for number in range(1, 40)))
 """The same, but only where an output begins."""
 TOO_LONG = f"compiling it takes more than {SECONDS:g} s, the limit for a grammar"

@@ -63,7 +63,7 @@ def random_schema(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def texts(grammar: str, rng: random.Random, count: int) -> Iterator[str]:
-    """Some whole texts that a grammar allows, found token by token; those that become long are given up."""
+    """Some whole texts that a grammar allows, found token by token; long ones are given up."""
     for _ in range(count):
         matcher, output = LLMatcher(TOKENIZER, grammar, log_level=0), []
         for _ in range(60):

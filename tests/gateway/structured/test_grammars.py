@@ -1,4 +1,4 @@
-"""Grammars that are no schemas: what they match, found by llguidance with a tokenizer of single bytes."""
+"""Grammars that are no schemas: their matches, found by llguidance with a tokenizer of single bytes."""
 
 import asyncio
 import threading

@@ -1,6 +1,7 @@
 """Grammars that are made to take long, or much memory: each is taken or refused, within bounds of both.
 
-Time is that of the thread that makes and checks them, so what else runs on the machine does not count. The bounds are
+Time is the CPU time of the thread that makes and checks them, so other work on the machine does not count. The bounds
+are
 generous: without the limits that they are here for, some of these take minutes.
 """
 
@@ -46,7 +47,7 @@ def test_empty_lines_take_linear_time() -> None:
 
 
 def test_rules_of_gbnf_are_limited() -> None:
-    """The converter goes through all rules once for each link of a chain of them."""
+    """The converter visits all rules once for each link of a chain of them."""
 
     def chain(links: int, before: str = "") -> str:
         rules = "".join(f"r{number} ::= {before}r{number + 1}\n" for number in range(links))

@@ -16,7 +16,7 @@ def grammar(name: str, *, functions: Sequence[Function], required: bool = True) 
 
 
 TEXTS = {"a": {"type": "string"}}
-# The schema of the parameters of a function, and what the refusal names. Of both formats that write them one by one.
+# The schema of the parameters of a function, and the reason of the refusal. Of both formats that write them one by one.
 REFUSED_OF_BOTH: list[tuple[dict[str, Any], str]] = [
     ({"properties": TEXTS, "not": {"required": ["a"]}}, "not in the parameters of 'f'"),
     ({"properties": TEXTS, "dependentRequired": {"a": ["b"]}}, "dependentRequired in the parameters of 'f'"),

@@ -1,4 +1,4 @@
-"""Grammars of tool calls, tried by llguidance itself: what a model may write, and what its parser makes of that."""
+"""Grammars of tool calls in llguidance itself: texts that a model may write, and their parser's results."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ FUNCTIONS = [Function("get_weather", SCHEMA), Function("get_time", None)]
 TOOLS = Tools({"get_weather": SCHEMA, "get_time": None})
 NAMES = sorted(TOOL_FORMATS)
 REASONING = {"openai": "openai_gptoss", "deepseek_v3": "deepseek_r1", "mistral": "mistral"}
-"""The parsers of reasoning that go with parsers of calls; qwen3 goes with the others."""
+"""The parsers of reasoning for some parsers of calls; qwen3 belongs to the others."""
 
 
 def output_format(name: str) -> OutputFormat:
@@ -99,7 +99,7 @@ _GLM = (
     "<arg_key>city</arg_key>\n<arg_value>K\u00f6ln </b> [x]</arg_value>\n"
     "<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
 )
-# What a model writes before a call, its arguments, what it writes behind it; between calls, and around all of them.
+# A model's text before a call, the call's arguments, the text behind it; between calls, and around all of them.
 WRITTEN: dict[str, tuple[str, str, str, str, str, str]] = {
     "deepseek_v3": (f"{_CALL}function{_SEP}NAME\n```json\n", CITY, f"\n```{_END}", "\n", *_DEEPSEEK),
     "deepseek_v31": (f"{_CALL}NAME{_SEP}", CITY, _END, "", *_DEEPSEEK),
@@ -111,13 +111,13 @@ WRITTEN: dict[str, tuple[str, str, str, str, str, str]] = {
     "pythonic": ("NAME(", 'city="K\u00f6ln </b> [x]", unit="C"', ")", ", ", "[", "]"),
 }
 _OF_LISTS = ('{"name": "NAME", "arguments": ', CITY, "}", ", ", "[TOOL_CALLS][", "]")
-"""What Mistral's models write that have no token before arguments."""
+"""The texts of Mistral's models that have no token before arguments."""
 BOTH = pytest.mark.parametrize("special", [True, False], ids=["special", "text"])
 EACH = pytest.mark.parametrize("name", NAMES)
 
 
 def call(name: str, special: bool, *functions: str, arguments: str | None = None) -> str:
-    """What a model writes to call these functions, the first with arguments and the others without."""
+    """A model's text that calls these functions, the first with arguments and the others without."""
     parts = _OF_LISTS if name == "mistral" and not special else WRITTEN[name]
     before, given, after, between, opening, closing = parts
     nothing = "" if name in ("glm45", "pythonic") else "{}"
@@ -237,7 +237,7 @@ PYDANTIC: dict[str, Any] = {
 
 @BOTH
 def test_schemas_of_functions_that_are_not_strict(special: bool) -> None:
-    """As pydantic and zod write them. What formats of strings say is left to the model."""
+    """As pydantic and zod write them. The model may ignore the formats of strings."""
     made = grammar("glm45", special, functions=[Function("get_weather", PYDANTIC)])
     tools = Tools({"get_weather": PYDANTIC})
     for unit, mode, fits in (("C", "b", True), ("null", "null", True), ("K", "b", False), ("C", "c", False)):
@@ -342,7 +342,7 @@ def test_an_answer_of_strict_functions_has_no_calls_that_the_grammar_does_not_kn
 @BOTH
 @EACH
 def test_calls_may_have_delimiters_inside_of_strings(name: str, special: bool) -> None:
-    """What the grammar guarantees, the parser reads. Special tokens are in no string."""
+    """The parser reads every text that the grammar allows. Special tokens are in no string."""
     delimiters = [text for text in output_format(name).delimiters if text != "</arg_value>"]
     value = f"a {' '.join(delimiters)} b"
     arguments = (

@@ -1,4 +1,4 @@
-"""Templates that refuse what the APIs allow, as those of known models do."""
+"""Templates that refuse conversations that the APIs allow, like the templates of known models."""
 
 WRITES = (
     "[{{ m.role }}]{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.id }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""What templates expect of messages that call tools, as the templates of known models are written."""
+"""The form that templates expect of messages that call tools, like the templates of known models."""
 
 from pathlib import Path
 from typing import Any

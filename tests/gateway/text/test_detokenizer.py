@@ -51,7 +51,7 @@ def test_any_tokens_decode_as_at_once(data: st.DataObject, skip: bool) -> None:
     text = run(IncrementalDetokenizer(BYTE_LEVEL, prompt, skip_special_tokens=skip), output)
     whole = BYTE_LEVEL.decode([*prompt, *output], skip)
     before = BYTE_LEVEL.decode(prompt, skip)
-    complete = len(before.rstrip("\ufffd"))  # what a prompt leaves open is the output's
+    complete = len(before.rstrip("\ufffd"))  # an incomplete end of the prompt belongs to the output
     assert whole.endswith(text)
     assert complete <= len(whole) - len(text) <= len(before)
 

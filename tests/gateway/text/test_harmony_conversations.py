@@ -126,7 +126,7 @@ DEVELOPER = (
 
 
 class Turn(NamedTuple):
-    """What the assistant says between two messages of others, and the results of its calls."""
+    """The assistant's messages between two messages of others, and the results of its calls."""
 
     thoughts: list[str]
     calls: list[tuple[str, Said]]
@@ -277,7 +277,7 @@ def test_tools_need_no_description(tokenizer: Tokenizer) -> None:
 
 
 def theirs(harmony: Any, encoding: Any, conversation: Sequence[Said]) -> str:
-    """The whole prompt; what was dropped is given, and has to be left out."""
+    """The whole prompt; dropped messages are given, and have to be left out."""
     role = harmony.Role
     tools = [harmony.ToolDescription.new(name, about, parameters) for name, about, parameters in TOOLS]
     developer = harmony.DeveloperContent.new().with_instructions(INSTRUCTIONS).with_function_tools(tools)

@@ -164,7 +164,7 @@ TEXTS = st.sampled_from(["a", "b\n", " c", "ü", "<tag>"])
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Message]:
-    """Turns as the APIs allow them: calls are answered before the assistant goes on."""
+    """Turns as the APIs allow them: calls are answered before the assistant continues."""
     made = [system(draw(TEXTS))] * draw(st.integers(0, 2))
     for _ in range(draw(st.integers(1, 6))):
         made += [user(text) for text in draw(st.lists(TEXTS, max_size=3))]

@@ -1,4 +1,4 @@
-"""Tokens, and their flags, may be named beside tokenizer.json only. The ids are those of transformers' tokenizer."""
+"""Tokens, and their flags, may be named beside tokenizer.json only. The ids equal those of transformers' tokenizer."""
 
 import json
 from pathlib import Path

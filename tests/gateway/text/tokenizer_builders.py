@@ -42,7 +42,7 @@ def sentencepiece_backend(strip: bool = True) -> tokenizers.Tokenizer:
 
 
 def wordpiece_backend() -> tokenizers.Tokenizer:
-    """As in BERT: what a token decodes to depends on its neighbours."""
+    """As in BERT: the text of a token depends on its neighbours."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()

@@ -22,12 +22,12 @@ _ROOT = 8
 
 
 def adapter(number: int, path: str = "", rank: int = 8) -> Adapter:
-    """One whose content is told by its number."""
+    """An adapter whose content is its number."""
     return Adapter(f"adapter-{number}", path or f"/adapters/{number}", bytes([number]) * 32, 1000, rank)
 
 
 def request(number: int, which: int | None, max_tokens: int = 4, arrival: float = 0.0, **more: object) -> Request:
-    """A request with an adapter, or with None. Many of them share prefixes, and those of others must not share KV."""
+    """A request with an adapter, or with None. Many share prefixes; those with different adapters must not share KV."""
     chosen = None if which is None else adapter(which)
     salt = None if chosen is None else adapter_salt(chosen.content, None)
     prompt = [7, 8, 9, *range(number % 5)]
@@ -36,7 +36,7 @@ def request(number: int, which: int | None, max_tokens: int = 4, arrival: float 
 
 
 def segmented(number: int, which: int | None, size: int, max_tokens: int = 4, arrival: float = 0.0) -> Request:
-    """A request with a segment of ``size`` tokens, which stands elsewhere in each prompt."""
+    """A request with a segment of ``size`` tokens, at another position in each prompt."""
     made = request(number, which, max_tokens, arrival)
     start = _ROOT + 1 + number % 5
     made.prompt_token_ids = array("i", [*range(start), *range(500, 500 + size), 9, 9, 9])

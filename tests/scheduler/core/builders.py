@@ -1,4 +1,4 @@
-"""Builders for core tests: schedulers and requests with only what a test cares about spelled out."""
+"""Builders for core tests: a test passes only the options of schedulers and requests that matter to it."""
 
 from collections.abc import Mapping
 from itertools import count
@@ -76,7 +76,7 @@ def recoveries_of(scheduler: Scheduler) -> list[Recovery]:
 
 
 def evict(scheduler: Scheduler, count: int) -> None:
-    """Somebody takes blocks for a moment, and what was cached in them goes."""
+    """Take blocks for a moment, so that cached ones are evicted."""
     kv = scheduler.kv
     blocks, copies = kv.pool.reserve(min(count, kv.pool.num_available))
     scheduler.plan.copy(copies)
@@ -107,7 +107,7 @@ def create_request(
 
 
 def cached_prefix(kv: KVCacheManager, tokens: bytes, num_tokens: int) -> CachedPrefix:
-    """What a prompt of the first ``num_tokens`` of ``tokens`` (int32 bytes) begins with, as admission does."""
+    """The cached prefix of the first ``num_tokens`` of ``tokens`` (int32 bytes), as admission finds it."""
     tree = kv.pool.tree
     blocks = tree.walk(tree.root_of(None), block_keys(tokens, kv.block_size, num_tokens))
     return kv.begin_with(None, blocks, tokens[4 * len(blocks) * kv.block_size : 4 * num_tokens])

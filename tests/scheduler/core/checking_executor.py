@@ -72,13 +72,13 @@ class Row:
 
 
 class CheckingExecutor:
-    """``num_blocks``: of each tier. ``tiers``: what lies in their blocks. ``spoil``: host blocks whose next load is
-    reported bad; ``spoilt_windows``: of groups of windowed layers. ``elapsed_us``: what copies are said to take.
+    """``num_blocks``: of each tier. ``tiers``: the contents of their blocks. ``spoil``: host blocks whose next load is
+    reported bad; ``spoilt_windows``: of groups of windowed layers. ``elapsed_us``: the reported time of copies.
 
-    ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only when that is told. ``peers``:
-    others that it fetches from, by endpoint; ``epoch``: under which it lends. ``storage``: what lies in storage, which
-    others may share. ``full``: nothing is written there. ``in_flight``: returns the steps that the scheduler has not
-    had back. Copies do not wait for them: none may be loaded over what they touch, or stored that they write.
+    ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only on request. ``peers``: others that
+    it fetches from, by endpoint; ``epoch``: under which it lends. ``storage``: the contents of storage, which others
+    may share. ``full``: nothing is written there. ``in_flight``: returns the steps without a result so far. Copies do
+    not wait for them: no load may overwrite blocks that they use, and no block that they write may be stored.
     ``shape``: of the device memory of several groups, with ``host_pages`` pages below it. ``mapped``: the tiers, groups
     and blocks that have pages, each with its number of pages. A block that is unmapped loses its content.
     """
@@ -159,7 +159,7 @@ class CheckingExecutor:
         return (self.windowed if tier == DEVICE else self.windowed_on_host)[group - 1]
 
     def _unmap(self, plan: StepPlan) -> None:
-        """Take the pages from blocks. What lies there may still be read by the copies of this plan."""
+        """Take the pages from blocks. Copies of this plan may still read their contents."""
         self._unmapped.clear()
         changes = unpack_int32s(plan.unmapped).tolist()
         for key in zip(changes[::3], changes[1::3], changes[2::3], strict=True):
@@ -169,7 +169,7 @@ class CheckingExecutor:
             self._unmapped[key] = self._held(tier, group).pop(block, {})
 
     def _map(self, group: int, blocks: Iterable[int], tier: int = DEVICE) -> None:
-        """A plan names blocks to be written or read: those without pages get some."""
+        """A plan names blocks to be written or read: blocks without pages get some."""
         if self.shape is None:
             return
         pages = self.shape.windows[group - 1].pages_per_block if group else self.shape.pages_per_block
@@ -181,7 +181,7 @@ class CheckingExecutor:
         self.most_mapped = mapped if tier == DEVICE else self.most_mapped
 
     def _source(self, tier: int, group: int, block: int) -> Content:
-        """What lies in a block that a copy of the present plan reads."""
+        """The content of a block that a copy of the present plan reads."""
         if (tier, group, block) in self._unmapped:
             return self._unmapped[tier, group, block]
         assert self.shape is None or (tier, group, block) in self.mapped, "the source of a copy has no pages"
@@ -318,7 +318,7 @@ class CheckingExecutor:
         return messages
 
     def _load(self, copies: BlockCopies) -> list[int]:
-        """Copy blocks to the device; returns those that do not hold what they should."""
+        """Copy blocks to the device; returns the bad blocks."""
         bad, corrupt = [], set()
         spoil = self.spoilt_windows if copies.group else self.spoil
         for source, target in pairs(copies.pairs):
@@ -351,7 +351,7 @@ class CheckingExecutor:
         return []
 
     def _recall(self, copies: BlockCopies) -> list[int]:
-        """Copy blocks from storage; returns those that are not there."""
+        """Copy blocks from storage; returns the missing blocks."""
         bad, names, group = [], unpack_names(copies.names), copies.group
         for index, target in pairs(copies.pairs):
             name = names[index].hash
@@ -379,7 +379,7 @@ class CheckingExecutor:
                 self.num_written += 1
 
     def inventory(self) -> list[dict[int, dict[BlockHash, int]]]:
-        """What the full blocks of each group are called, in each tier."""
+        """The names of the full blocks of each group, in each tier."""
         named: list[dict[int, dict[BlockHash, int]]] = []
         for group in range(1 + len(self.window_shapes)):
             arriving = self.arriving_in(group)
@@ -397,7 +397,7 @@ class CheckingExecutor:
             if len(tokens) % self.block_size or any(
                 content[slot] != (root, tokens[: len(tokens) - self.block_size + slot + 1]) for slot in content
             ):
-                continue  # what is left of one sequence, and written over by another
+                continue  # the rest of one sequence, which another has overwritten
             name = BlockHash(root)
             for start in range(0, len(tokens), self.block_size):
                 name = block_hash(name, pack_int32s(tokens[start : start + self.block_size]))
@@ -416,7 +416,7 @@ class CheckingExecutor:
             assert not written & {source for source, _ in pairs(copies.pairs)}, "a step in flight writes this block"
 
     def _copy(self, plan: StepPlan, copies: BlockCopies) -> None:
-        """Begin a list of copies. Those to the device are made when they are told of, the others at once."""
+        """Begin a list of copies. Copies to the device are made on request, the others at once."""
         if copies.peer is None and (copies.source in HASH_TIERS or copies.target in HASH_TIERS):
             if copies.target in HASH_TIERS:
                 self._write(copies)
@@ -452,7 +452,7 @@ class CheckingExecutor:
         self._held(copies.target, group).update(taken)
 
     def _move(self, move: SegmentMove) -> None:
-        """Move a part of a segment: its original has to lie where the plan says, and where it comes to is the row's."""
+        """Move a part of a segment: its original has to be in the planned blocks, and its targets must be the row's."""
         row, blocks = self.rows[move.row], unpack_int32s(move.blocks)
         arriving, size = self.arriving, self.block_size
         begin = move.start
@@ -479,10 +479,10 @@ class CheckingExecutor:
         arriving = self.arriving
         for position in range(row.computed, row.computed + size):
             if row.tokens[position] & MOVED:
-                continue  # what is there is checked below
+                continue  # its content is checked below
             self.num_computed += 1
             self._compute_windows(row, position, drafted=drafted)
-            block = row.blocks[position // self.block_size]  # IndexError: nobody gave it the block
+            block = row.blocks[position // self.block_size]  # IndexError: the plan gave it no block
             self.written[self.last_step].add(block)
             assert self.holders[block] == 1, "a shared block is written"
             assert block not in arriving, "a block is written that is being loaded"
@@ -499,7 +499,7 @@ class CheckingExecutor:
 
     def _compute_windows(self, row: Row, position: int, *, drafted: bool) -> None:
         """Write a token into the windowed layers, and check that it finds the tokens that it sees. States of a draft
-        are written when it is known what is right of it."""
+        are written when its right part is known."""
         size = self.block_size
         for group, (shape, held, table) in enumerate(
             zip(self.window_shapes, self.windowed, row.windows, strict=True), 1
@@ -517,7 +517,7 @@ class CheckingExecutor:
                 assert found == (row.root, tuple(row.tokens[: seen + 1])), "this windowed block holds something else"
 
     def _compute_state(self, row: Row, position: int, group: int, held: dict[int, Content]) -> None:
-        """Go on from the states behind the tokens before, and write those behind this one.
+        """Continue from the states behind the tokens before, and write the states behind this one.
 
         The states behind the last token of a full block are kept as the block of these tokens is elsewhere.
         """
@@ -536,7 +536,7 @@ class CheckingExecutor:
         held[block] = {at % size: (row.root, tuple(row.tokens[: at + 1])) for at in range(begin, stop)}
 
     def _verify(self, row: Row, draft: list[int]) -> list[int]:
-        """Compute a draft too, and draw behind each of its tokens. What was not drawn stays in the slots."""
+        """Compute a draft too, and draw behind each of its tokens. Rejected tokens stay in the slots."""
         assert draft
         known = len(row.tokens)
         row.tokens += draft
@@ -553,7 +553,7 @@ class CheckingExecutor:
         return drawn
 
     def _check(self, row: Row) -> None:
-        """Everything the row has computed or loaded lies where its table says."""
+        """Each block of the row's table has the tokens that the row has computed or loaded."""
         for position in range(row.computed):
             held = self.blocks[row.blocks[position // self.block_size]][position % self.block_size]
             assert held == (row.root, tuple(row.tokens[: position + 1])), "this block holds something else"

@@ -1,4 +1,4 @@
-"""Drives a scheduler and an executor that checks every read and write, and says what has to come of it."""
+"""Drives a scheduler and an executor that checks every read and write, and computes the expected results."""
 
 from collections import deque
 from itertools import chain, takewhile
@@ -26,7 +26,7 @@ def expected_tokens(request: Request) -> list[int]:
 
 
 def expected_beams(request: Request) -> list[list[int]]:
-    """What the request's search finds when nothing comes between."""
+    """The result of the request's search without interruptions."""
     assert request.params.beam is not None
     search = BeamSearch(request.params.beam, frozenset(request.params.sampling.stop_token_ids), request.max_tokens)
     wanted = request.params.beam.num_candidates(len(request.params.sampling.stop_token_ids))
@@ -98,7 +98,7 @@ def assert_all_free(scheduler: Scheduler) -> None:
 
 
 def check_states(pool: BlockPool) -> None:
-    """Every block is free, cached or in use; known content hangs together, and nothing hangs on what may be evicted."""
+    """Every block is free, cached or in use; known content is connected, and no block depends on an evictable one."""
     everything = every_node(pool)
     assert len(everything) == pool.tree.num_blocks
     for tier in (pool, *pool.lower):

@@ -23,7 +23,7 @@ class Node:
         self.name, self.scheduler = name, scheduler
         self.executor = executor_for(scheduler)
         self.results: deque[StepResult] = deque()
-        scheduler.recoveries.join(directory, Peer(name, block_format, scheduler, lambda: None))
+        scheduler.recoveries.planner.join(directory, Peer(name, block_format, scheduler, lambda: None))
 
     def deliver(self, count: int = 1_000_000) -> None:
         for message in self.executor.finish_copies(count):
@@ -49,7 +49,7 @@ def mixed_fleet(
     costs: Costs,
     windows: tuple[WindowShape, ...] = (),
 ) -> list[Node]:
-    """Executors with blocks of these sizes, and pools for as many tokens. What their blocks are is told by the size.
+    """Executors with blocks of these sizes, and pools for as many tokens. The size identifies their kind of blocks.
 
     ``windows``: groups of windowed layers, which share the pools.
     """

@@ -24,7 +24,7 @@ class Fleet:
     def __init__(self, roles: Sequence[Role], routing: RoutingName = "ttft", **options: Any) -> None:
         given: dict[str, Any] = {"costs": COSTS} | options
         self.nodes = fleet(len(roles), **given)
-        directory = self.nodes[0].scheduler.recoveries.directory
+        directory = self.nodes[0].scheduler.recoveries.planner.directory
         assert directory is not None
         self.directory = directory
         self.views = [ExecutorView(node.scheduler, role) for node, role in zip(self.nodes, roles, strict=True)]
@@ -112,7 +112,7 @@ class Fleet:
         node.scheduler, node.executor = fresh.scheduler, fresh.executor
         node.scheduler.epoch = old.scheduler.epoch + 1
         node.executor.reset(node.scheduler.epoch)
-        node.scheduler.recoveries.join(self.directory, Peer(node.name, "", node.scheduler, lambda: None))
+        node.scheduler.recoveries.planner.join(self.directory, Peer(node.name, "", node.scheduler, lambda: None))
         self.views[where] = view = ExecutorView(node.scheduler, old.role)
         self.moves[where] = Migrations(view, self.roles, lambda view: None)
         self.alive.append(where)

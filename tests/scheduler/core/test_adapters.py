@@ -109,7 +109,7 @@ def test_after_a_reset_adapters_are_loaded_again() -> None:
 
 
 def test_a_better_priority_does_not_wait_for_what_has_not_begun() -> None:
-    """The queue of an adapter that has its slot goes back behind a request that comes before it."""
+    """The queue of an adapter that has its slot moves back behind an earlier request."""
     fleet = Fleet(1, load_steps=0)
     many = [request(number, 0, 20, arrival=number * 1e-3) for number in range(60)]
     for one in many:
@@ -162,7 +162,7 @@ def test_loads_are_priced_by_what_they_took() -> None:
 
 
 def test_a_request_that_comes_from_elsewhere_waits_for_its_adapter_like_any_other() -> None:
-    """It is told as waiting, and what it ran as elsewhere is forgotten."""
+    """It is reported as waiting, and its time of running elsewhere is forgotten."""
     first, second = Fleet(1), Fleet(1, load_steps=20)
     moving = request(0, 0, 8)
     first.scheduler.add(moving)
@@ -291,7 +291,7 @@ def test_loads_that_do_not_return_fail_who_waits_for_them_and_nobody_else() -> N
     assert not slots.can_take(adapter(1))
     assert slots.can_take(adapter(0))
     before = len(fleet.asked)
-    # What is there is served on, and whoever comes for something else learns at the next look that it does not come.
+    # Loaded adapters are still served, and requests for other ones are refused at the next look.
     fleet.scheduler.add(again := request(4, 0))
     fleet.scheduler.add(late := request(5, 5))
     for _ in range(60):
@@ -302,7 +302,7 @@ def test_loads_that_do_not_return_fail_who_waits_for_them_and_nobody_else() -> N
     assert not late.finished
     assert fleet.scheduler.features.give_up(asked + 6, 5.0) == [late]
     assert len(fleet.asked) == before
-    fleet.stuck = False  # they return after all: nobody waits for them, and their slot is loaded anew
+    fleet.stuck = False  # they return after all: no request waits for them, and their slot is loaded anew
     fleet.step()
     assert slots.can_take(adapter(1))
     fleet.scheduler.add(after := request(6, 1))

@@ -23,7 +23,7 @@ COSTS = Costs(step=1e-4, token=1e-2, fetch_setup=1e-4, fetch_block=1e-4)
 
 
 class Asked(NamedTuple):
-    """A request: at which executor, with which adapter, and of what kind."""
+    """A request: its executor, its adapter, and its kind."""
 
     where: int
     which: int | None
@@ -65,7 +65,9 @@ class Pair:
         node = Fleet(1 + where, 1, self.num_blocks, costs=COSTS, tiers={HOST: 12}, recovery="swap", epoch=life + 1)
         node.executor.reset(life + 1)
         self.names[where] = f"node {where}.{life}"
-        node.scheduler.recoveries.join(self.directory, Peer(self.names[where], "", node.scheduler, lambda: None))
+        node.scheduler.recoveries.planner.join(
+            self.directory, Peer(self.names[where], "", node.scheduler, lambda: None)
+        )
         return node
 
     def _introduce(self) -> None:

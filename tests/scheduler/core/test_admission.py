@@ -95,7 +95,7 @@ def running(scheduler: Scheduler, *requests: Request) -> list[RequestSequence]:
 
 
 def victim_of(scheduler: Scheduler) -> Request:
-    return scheduler.recoveries.choose_victim(scheduler.running).request
+    return scheduler.recoveries.planner.choose_victim(scheduler.running).request
 
 
 def test_the_lowest_priority_gives_way_and_the_first_in_line_never_does() -> None:
@@ -112,7 +112,7 @@ def test_the_lowest_priority_gives_way_and_the_first_in_line_never_does() -> Non
 
 
 def test_the_victim_is_the_cheapest_to_recover_per_block_that_becomes_free() -> None:
-    # A step costs more than all tokens in it: whoever frees many blocks pays for it once.
+    # A step costs more than all tokens in it: a sequence with many blocks pays for it once.
     scheduler = create_scheduler(num_blocks=100, max_num_batched_tokens=64, costs=Costs(step=1.0, token=1e-3))
     oldest = create_request(prompt=4, max_tokens=9)
     large = create_request(prompt=40, max_tokens=9)
@@ -120,7 +120,7 @@ def test_the_victim_is_the_cheapest_to_recover_per_block_that_becomes_free() -> 
     running(scheduler, oldest, large, small)
     assert victim_of(scheduler) is large
     # Attention that grows with the square makes the long one the expensive one.
-    scheduler.recoveries.costs = CostModel(Costs(step=0.0, token=0.0, attention=1.0), 4, 64)
+    scheduler.recoveries.planner.costs = CostModel(Costs(step=0.0, token=0.0, attention=1.0), 4, 64)
     assert victim_of(scheduler) is small
 
 

@@ -1,5 +1,5 @@
-"""The chain of tiers: what one gives up goes down to the next that wants it, with ids or without, and one prefix comes
-back from all of them at once."""
+"""The chain of tiers: blocks that one evicts move to the next one that wants them, with ids or without, and one prefix
+comes back from all of them at once."""
 
 import pytest
 from hypothesis import strategies as st

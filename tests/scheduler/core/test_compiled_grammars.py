@@ -1,4 +1,4 @@
-"""Sequences start when the executor has compiled their grammars, and nobody else waits for that."""
+"""Sequences start when the executor has compiled their grammars, and no other request waits for that."""
 
 import random
 from collections import OrderedDict, deque
@@ -24,8 +24,8 @@ def request(number: int, grammar: str = "", max_tokens: int = 4, prompt: int = 5
 
 
 class Fleet:
-    """One scheduler and one executor, which keeps ``kept`` grammars. What is said to it arrives later than it is sent,
-    and compiling takes as many steps as ``patience`` says of the grammar."""
+    """One scheduler and one executor, which keeps ``kept`` grammars. Its messages arrive later than they are sent, and
+    compiling a grammar takes ``patience`` of it steps."""
 
     def __init__(self, kept: int, num_blocks: int = 64, max_num_seqs: int = 8, seed: int | None = None) -> None:
         self.scheduler = Scheduler(

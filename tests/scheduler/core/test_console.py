@@ -1,4 +1,4 @@
-"""What consoles show of memory: maps that add up, prefixes and what they save, what is evicted next."""
+"""The memory in consoles: maps that add up, prefixes and their savings, and the next evictions."""
 
 import re
 from base64 import b64decode
@@ -181,7 +181,7 @@ def test_colours_tell_every_cell(colour: str, cells: int) -> None:
 
 
 class _Unsearched(list[int]):
-    """Blocks of a table that nobody searches as a whole."""
+    """Blocks of a table that is never searched as a whole."""
 
     def __contains__(self, _: object) -> bool:
         raise AssertionError("all blocks of a table are searched")

@@ -1,4 +1,4 @@
-"""What a link is predicted to be busy with."""
+"""The predicted work of a link."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def test_a_link_that_is_never_idle_is_busy_until_the_true_end_of_its_work(lists:
         if before is not None:
             link.done(*before)
             link.observe(before[2], 1, before[0])
-            # What is left is the list asked for last: all before it has taken the time that it has taken.
+            # The rest is the last list: the time of all lists before it is known.
             assert abs(link.busy_until - (ended + predicted)) < 1e-6 * len(lists)
         before = sum(counts), predicted, seconds
         asked, ended = ended, ended + seconds

@@ -1,4 +1,4 @@
-"""What eviction learns of uses, and which blocks it gives up first."""
+"""Uses that eviction learns from, and the blocks that it evicts first."""
 
 import random
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def a_block(tree: PrefixTree, number: int) -> CachedBlock:
 
 
 class Tables:
-    """Counts what ``UseHistory`` counts, the slow way: from the list of all uses."""
+    """Counts the same as ``UseHistory``, the slow way: from the list of all uses."""
 
     def __init__(self, history: UseHistory) -> None:
         self._history = history
@@ -64,7 +64,7 @@ def test_a_life_table_says_who_reached_an_age_and_who_was_used_in_it(uses: list[
     tree, history, fresh = PrefixTree(1), UseHistory(), 1000
     tables, known = Tables(history), {number: a_block(tree, number) for number in range(41)}
     for use in uses:
-        if use is None:  # time passes: blocks that nobody uses again
+        if use is None:  # time passes: blocks without a next use
             for _ in range(50):
                 tables.used([a_block(tree, fresh := fresh + 1)])
         else:
@@ -179,7 +179,7 @@ def test_the_group_whose_first_block_is_worth_the_least_gives_it_up(rng: random.
     for block in rng.sample(blocks, count // 3):
         del ranks[id(block)]  # in use again
     queue.shrink(rng.choice([count, 0]))
-    queue._look_at_all()  # as it does now and then: a group goes by its first block, until that is found in use
+    queue._look_at_all()  # as it does now and then: the first block represents a group, until it is found in use
     waiting = [block for block in blocks if id(block) in ranks]
     while waiting:
         lowest = min(ranks[id(block)] for block in waiting)

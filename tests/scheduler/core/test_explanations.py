@@ -150,7 +150,7 @@ def test_a_queue_for_memory() -> None:
 def test_others_that_are_next_and_wait() -> None:
     player = Player(max_num_seqs=32)
     prefix = list(range(1, 17))
-    # More than the scheduler looks at wait for the prefix that the first one computes; what comes after them could run.
+    # More requests than the scheduler looks at wait for the first one's prefix; later ones could run.
     others = [player.send([*prefix, 100 + number], 1) for number in range(20)]
     waits = player.send(4)
     player.finish(*others, waits)
@@ -292,8 +292,8 @@ def test_recovery(mode: RecoveryMode, said: str) -> None:
     player = Player(num_blocks=16, tiers={HOST: 32}, recovery="swap", costs=costs)
     prompt = list(range(1, 34))
     player.finish(player.send(prompt))
-    player.finish(player.send(60))  # takes all blocks: what was cached goes to the host
-    player.scheduler.recoveries.policy.mode = mode
+    player.finish(player.send(60))  # takes all blocks: cached ones move to the host
+    player.scheduler.recoveries.planner.policy.mode = mode
     again = player.send(prompt)
     player.finish(again)
     told = player.explain(again)
@@ -341,8 +341,8 @@ def test_an_executor_that_lent_blocks_and_is_gone() -> None:
     assert plan is not None
     result = fetcher.executor.execute(plan)
     fetcher.executor.peers = {}
-    assert fetcher.scheduler.recoveries.directory is not None
-    del fetcher.scheduler.recoveries.directory.peers["node 0"]
+    assert fetcher.scheduler.recoveries.planner.directory is not None
+    del fetcher.scheduler.recoveries.planner.directory.peers["node 0"]
     fetcher.scheduler.peer_lost("node 0")
     fetcher.scheduler.update(result)
     run(fetcher.scheduler, fetcher.executor)
@@ -379,7 +379,7 @@ def test_a_move_of_what_runs_and_of_what_waits() -> None:
     runs, waits = player.send(8, 12, n=2), player.send(8, 4)
     for _ in range(3):
         player.step()
-    player.scheduler.finish(runs.sequences[0], "stop")  # only another output of it goes on
+    player.scheduler.finish(runs.sequences[0], "stop")  # only another output of it continues
     player.step()
     other.now = player.now
     for request in player.scheduler.release_all():
@@ -432,7 +432,7 @@ def test_what_came_back_from_the_host_with_wrong_content() -> None:
     prompt = list(range(1, 34))
     cached = player.send(prompt)
     player.finish(cached)
-    player.finish(player.send(60))  # takes all blocks: what was cached goes to the host
+    player.finish(player.send(60))  # takes all blocks: cached ones move to the host
     player.executor.spoil = set(range(32))
     loads = player.send(prompt)
     while not loads.sequences[0].num_preemptions:
@@ -581,7 +581,7 @@ def test_one_is_no_plural() -> None:
 
 
 def test_a_prefix_without_its_window() -> None:
-    """A prompt leaves the path of another one where no snapshot lies."""
+    """A prompt leaves the path of another one at a place without a snapshot."""
     player = Player(num_blocks=400, shape=ArenaShape(400, 1, (WindowShape(8, 1),), 64))
     prompt = list(range(1, 202))
     cached = player.send(prompt)

@@ -68,7 +68,7 @@ class Driver:
         assert_all_free(self.scheduler)
 
     def preempted(self) -> list[Preempted]:
-        """What was preempted for another key, of requests whose sequences are known."""
+        """The preemptions for another key, of requests whose sequences are known."""
         found = (one for request in self.all for sequence in request.sequences for one in sequence.history)
         return [one for one in found if isinstance(one, Preempted) and one.reason == REASON]
 
@@ -180,8 +180,8 @@ def test_nobody_starves(lengths: list[int], rows: int, blocks: int, keys: int) -
         driver.step()
     keys = min(keys, rows - 1)
     late = [driver.send(f"late {number}", 6, 10) for number in range(keys)]
-    # Each waits for its turn, and until what is dropped for those before it has been paid for; a row that is left, or a
-    # sequence that has just come back, has to get on first.
+    # Each waits for its turn, and until the sequences dropped for earlier ones are paid for; a row that is left, or a
+    # sequence that has just come back, has to advance first.
     most = (keys + 1) * (2 * PATIENCE + PROGRESS) + PATIENCE * blocks * 4 // 64
     assert driver.steps_until(lambda: all(one.finished or one.sequences[0].output_token_ids for one in late)) <= most
     driver.end()

@@ -1,4 +1,4 @@
-"""What features cost where they are not used."""
+"""The cost of features in schedulers that do not use them."""
 
 import subprocess
 import sys

@@ -145,7 +145,7 @@ def test_a_peer_that_dies_is_done_without() -> None:
     assert [copies.peer.endpoint for copies in plan.copies if copies.peer is not None] == ["node 0"]
     result = fetcher.executor.execute(plan)
     fetcher.executor.peers = {}
-    del fetcher.scheduler.recoveries.directory.peers["node 0"]  # type: ignore[union-attr]
+    del fetcher.scheduler.recoveries.planner.directory.peers["node 0"]  # type: ignore[union-attr]
     fetcher.scheduler.peer_lost("node 0")
     assert fetcher.scheduler.recoveries.transfers.take_cancelled() == [(plan.step, "node 0", DEVICE)]
     fetcher.scheduler.update(result)
@@ -203,7 +203,7 @@ def test_blocks_from_before_are_found_by_their_hashes() -> None:
 
 
 def test_blocks_on_the_host_outlive_the_device() -> None:
-    """What the host holds is the end of a prefix: its beginning is computed, the rest loaded."""
+    """The host has the end of a prefix: its beginning is computed, the rest loaded."""
     (node,) = fleet(1, num_host_blocks=40, num_blocks=20)
     prompt = list(range(50))
     serve(node, prompt)
@@ -317,7 +317,7 @@ class FleetRules(RuleBasedStateMachine):
 
     @rule(where=st.integers(0, 2), to=st.integers(0, 2), happens=st.integers(0, 3))
     def requests_move(self, where: int, to: int, happens: int) -> None:
-        """An executor gives up everything, which goes on at another one; its own blocks stay."""
+        """An executor gives up all requests, which continue at another one; its own blocks stay."""
         node = self.nodes[where]
         if happens or where == to or node.scheduler.num_in_flight:
             return
@@ -391,7 +391,7 @@ class WindowFleetRules(FleetRules):
 
 
 def _most_lent(recoveries: Recoveries, pool: BlockPool) -> int:
-    """The most blocks of ``pool`` that recoveries may hold: what they fetch, and what comes before it."""
+    """The most blocks of ``pool`` that recoveries may hold: the blocks that they fetch, and all before them."""
     sources = [place.source for one in recoveries._active.values() for place in one.locations]
     loads = chain.from_iterable(recoveries.transfers.from_afar().values())
     sources += [place.source for load in loads for part in load.parts for place in part[1]]

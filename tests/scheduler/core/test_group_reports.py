@@ -1,4 +1,4 @@
-"""What reports and consoles tell of models with several groups of layers: pages, tables, snapshots, and lost ones."""
+"""Models with several groups of layers in reports and consoles: pages, tables, snapshots, and lost ones."""
 
 from itertools import pairwise
 

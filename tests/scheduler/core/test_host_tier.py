@@ -215,7 +215,7 @@ def test_copies_that_fail_blame_no_request() -> None:
 def test_recomputing_reports_what_it_took() -> None:
     scheduler, executor = after_eviction("auto", SLOW_LINK)
     recoveries = recoveries_of(scheduler)
-    scheduler.recoveries.policy.mode = "recompute"
+    scheduler.recoveries.planner.policy.mode = "recompute"
     scheduler.add(create_request(prompt=LONG, max_tokens=2))
     now = 0.0
     while (plan := scheduler.schedule(now)) is not None:
@@ -229,7 +229,7 @@ def test_recomputing_reports_what_it_took() -> None:
 def test_one_slow_load_does_not_end_loading_for_ever() -> None:
     scheduler, _ = after_eviction("auto", FAST_LINK)
     prefix = cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39)
-    choose, load = scheduler.recoveries.choose, host_of(scheduler).costs.load
+    choose, load = scheduler.recoveries.planner.choose, host_of(scheduler).costs.load
     assert choose(prefix, 1.0).method == "load"
     for _ in range(20):
         scheduler.costs.load_waited(load, 10.0)
@@ -295,7 +295,7 @@ def test_copies_compete_for_a_busy_link_and_the_hopeless_lose() -> None:
     serve(scheduler, executor_for(scheduler), LONG)
     node = cached_prefix(scheduler.kv, create_request(LONG).prompt_token_ids.tobytes(), 39).blocks[0]
     host, costs, policy = host_of(scheduler), scheduler.costs, scheduler.kv.pool.policy
-    is_worth_copying = scheduler.recoveries.policy.is_worth_copying
+    is_worth_copying = scheduler.recoveries.planner.policy.is_worth_copying
     assert 0 < policy.probability(node) < 1
     assert is_worth_copying(node, host), "an idle link costs nothing"
     recompute, load = costs.block_seconds(node.depth, host.costs.load)
@@ -318,7 +318,7 @@ def test_nothing_is_loaded_over_what_a_step_in_flight_touches() -> None:
     scheduler.add(begins)
     results = deque([result])
     while (plan := scheduler.schedule(0.0)) is not None:
-        results.append(executor.execute(plan))  # which checks what its copies touch
+        results.append(executor.execute(plan))  # which checks the blocks of its copies
     while results:
         scheduler.update(results.popleft())
     run(scheduler, executor)

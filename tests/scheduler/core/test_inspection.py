@@ -1,4 +1,4 @@
-"""Reports of a request's memory: for whom it was preempted, who may know that, and when it ended."""
+"""Reports of a request's memory: the cause of its preemption, the readers who may know it, and its end."""
 
 import pytest
 from pagewise_scheduler.core.request_report import later, request_report, seen_by

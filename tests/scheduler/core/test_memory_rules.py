@@ -210,7 +210,7 @@ class MemoryRules(RuleBasedStateMachine):
 
     @rule(restarts=st.integers(0, 4), device_is_lost=st.booleans())
     def scheduler_restarts(self, restarts: int, device_is_lost: bool) -> None:
-        """Another scheduler goes on with the same requests, and expects what the executor holds from before.
+        """Another scheduler continues with the same requests, and expects the executor's blocks from before.
 
         ``device_is_lost``: it is the executor that was restarted, on the same host.
         """
@@ -247,7 +247,7 @@ class MemoryRules(RuleBasedStateMachine):
         assert references == retiring + tables + num_loading(scheduler) + held
         most_drafted = self.speculative.num_speculative_tokens if self.speculative else 0
         for sequence in sequences:
-            # Tokens known, those that steps are drawing, and those that were drafted and not drawn.
+            # Known tokens, tokens that steps are drawing, and drafted tokens that were not drawn.
             coming = sequence.num_tokens + scheduler.num_in_flight + most_drafted
             assert sequence.table.num_slots - coming < scheduler.kv.block_size, "more than a block is empty"
 
@@ -324,11 +324,9 @@ def test_the_memory_rules_hold_over_200_000_operations() -> None:
 
 @pytest.mark.parametrize("segments", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_serving_for_ever_takes_no_more_memory(segments: bool) -> None:
-    """New prompts, thousands of them: what a scheduler remembers of each is forgotten again."""
+    """New prompts, thousands of them: a scheduler forgets all facts about each of them again."""
     scheduler = create_scheduler(eviction="cost", num_host_blocks=32)
-    scheduler.kv.eviction_history.lost = LostBlocks(
-        most=1000
-    )  # what is remembered of lost blocks is bounded: it is full soon
+    scheduler.kv.eviction_history.lost = LostBlocks(most=1000)  # the history of lost blocks is bounded: it is full soon
     executor = executor_for(scheduler)
 
     def serve(count: int) -> int:

@@ -73,7 +73,7 @@ def test_outputs_of_a_prompt_share_pages() -> None:
 
 
 def test_routing_predicts_when_there_are_pages() -> None:
-    """The blocks of the layers that see all tokens would fit, but not those of the windows."""
+    """The blocks of the full layers would fit, but not the blocks of the windows."""
     scheduler = create(160, 1, (WindowShape(100, 3),), budget=64)
     view = ExecutorView(scheduler)
     begun(scheduler, executor_for(scheduler), create_request(prompt=100, max_tokens=40))

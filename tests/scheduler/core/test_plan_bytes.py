@@ -1,4 +1,4 @@
-"""Plans are bounded in bytes: what sequences share travels once, and no legal plan exceeds a frame."""
+"""Plans are bounded in bytes: shared parts of sequences travel once, and no legal plan exceeds a frame."""
 
 from array import array
 

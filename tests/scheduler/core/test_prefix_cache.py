@@ -1,4 +1,4 @@
-"""What sequences share: blocks of a common prefix, across requests and among the outputs of one."""
+"""Shared blocks of a common prefix, across requests and among the outputs of one."""
 
 from array import array
 from collections import deque

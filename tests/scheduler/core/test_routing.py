@@ -1,4 +1,4 @@
-"""Where requests go: what each policy looks at, and that what is placed counts at once."""
+"""The executors of requests: the inputs of each policy, and that placed requests count at once."""
 
 from array import array
 from operator import mul
@@ -297,7 +297,7 @@ def lending(*executors: ExecutorView) -> None:
     directory = PrefixDirectory()
     for number, one in enumerate(executors):
         own = Peer(f"peer{number}", ("format", 4, 1024), one.scheduler, lambda: None)
-        one.scheduler.recoveries.join(directory, own)
+        one.scheduler.recoveries.planner.join(directory, own)
 
 
 def test_what_is_fetched_is_not_booked_as_computed() -> None:

@@ -139,7 +139,7 @@ def test_priority_then_arrival_decide_who_runs_first() -> None:
 
 
 def test_the_first_output_stays_the_first_when_it_loses_its_blocks_in_mid_prompt() -> None:
-    """Log-probabilities of the prompt come with it, and are told before any token of the request."""
+    """Log-probabilities of the prompt come with it, and are reported before any token of the request."""
     scheduler = create_scheduler(max_num_batched_tokens=8, max_num_seqs=4)
     executor = executor_for(scheduler)
     request = create_request(prompt=20, max_tokens=4, n=3)

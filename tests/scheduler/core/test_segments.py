@@ -1,4 +1,4 @@
-"""Segments in the scheduler: what once went wrong, or would be easy to get wrong."""
+"""Segments in the scheduler: earlier and likely errors."""
 
 from collections.abc import Iterable, Mapping
 
@@ -38,7 +38,7 @@ def serve(scheduler: Scheduler, executor: CheckingExecutor, request: Request) ->
 
 
 def test_the_first_of_the_queue_may_turn_out_not_to_be_needed() -> None:
-    """A better request goes first, and computes what a waiting one wants: ``_best`` asks for the window of a sequence
+    """A better request goes before a waiting one, and computes its segment: ``_best`` asks for the window of a sequence
     that has left the queue, and the whole engine ends with a KeyError."""
     scheduler = create_scheduler(num_blocks=200, max_num_batched_tokens=64, max_num_seqs=1)
     executor = executor_for(scheduler)
@@ -58,7 +58,7 @@ def test_the_first_of_the_queue_may_turn_out_not_to_be_needed() -> None:
 
 def test_the_first_of_the_queue_ends_when_a_better_choice_lacks_room() -> None:
     """The head of the queue is to compute an original that another request has computed. A sequence of its window finds
-    the original, which ends the head, and does not fit: the head must not be tried in its place."""
+    the original, which ends the head, and does not fit: the head must not take its place."""
     scheduler = create_scheduler(num_blocks=64, max_num_batched_tokens=256)
     executor = executor_for(scheduler)
     prefix = list(range(32))
@@ -90,7 +90,7 @@ def nodes(count: int, costs: Costs, num_blocks: Mapping[str, int]) -> list[tuple
     directory, made = PrefixDirectory(), []
     for number in range(count):
         scheduler = create_scheduler(recovery="auto", costs=costs, **num_blocks)
-        scheduler.recoveries.join(directory, Peer(f"node {number}", "", scheduler, lambda: None))
+        scheduler.recoveries.planner.join(directory, Peer(f"node {number}", "", scheduler, lambda: None))
         made.append((scheduler, executor_for(scheduler)))
     for _, executor in made:
         executor.peers = {f"node {number}": other for number, (_, other) in enumerate(made)}
@@ -98,7 +98,7 @@ def nodes(count: int, costs: Costs, num_blocks: Mapping[str, int]) -> list[tuple
 
 
 def test_a_peer_has_less_than_the_own_host_and_is_faster() -> None:
-    """The originals behind all that is cached here are held, but the sequence begins with what the peer has: nothing is
+    """The originals behind all that is cached here are held, but the sequence begins with the peer's blocks: nothing is
     moved for the segments in between, and their slots hold whatever was there before."""
     costs = Costs(step=1e-4, token=1e-1, tiers={HOST: CopyCosts(load_block=1.0)}, fetch_setup=1e-5, fetch_block=1e-5)
     holder, fetcher = nodes(2, costs, {"num_blocks": 40, "num_host_blocks": 200})
@@ -113,7 +113,8 @@ def test_a_peer_has_less_than_the_own_host_and_is_faster() -> None:
 
 @pytest.mark.parametrize("fetch_block", [1e-5, 1.0])
 def test_a_conversation_goes_on_at_another_executor(fetch_block: float) -> None:
-    """Its prefix comes from there with the segments in their places, so nobody computes them, unless that is faster."""
+    """Its prefix comes from there with the segments in their places, so they are not computed, unless that is
+    faster."""
     costs = Costs(step=1e-4, token=1e-3, fetch_setup=1e-5, fetch_block=fetch_block)
     holder, fetcher = nodes(2, costs, {"num_blocks": 100})
     prompt, ranges = [*ROOT, *SECOND, *THIRD, *range(40, 48)], [(8, 48), (48, 68)]
@@ -126,13 +127,13 @@ def test_a_conversation_goes_on_at_another_executor(fetch_block: float) -> None:
     assert not fetcher[0].features.prefetches.active
     elsewhere = segmented([*prompt[:68], *range(80, 90)], ranges)
     holder[0].release_all()
-    holder[0].recoveries.directory.peers.clear()  # type: ignore[union-attr]
+    holder[0].recoveries.planner.directory.peers.clear()  # type: ignore[union-attr]
     serve(*fetcher, elsewhere)
 
 
 def test_what_a_draining_executor_leaves_is_computed_elsewhere() -> None:
-    """The copy of a prefix has marked tokens and no segments: what is not fetched is neither moved nor computed, and is
-    cached under the name of what should be there."""
+    """The copy of a prefix has marked tokens and no segments: missing blocks are neither moved nor computed, and are
+    cached under the names of the right ones."""
     scheduler = create_scheduler()
     serve(scheduler, executor_for(scheduler), segmented([*ROOT, *range(500, 512), *range(20, 28)], [(8, 20)]))
     other = create_scheduler()
@@ -219,7 +220,7 @@ def test_planning_many_segments_behind_a_long_root_is_not_work_for_each_of_them(
 
 def test_who_dies_with_an_original_is_blamed() -> None:
     """``ExecutorHandle._count_deaths`` looks for the requests of the steps in flight among the living: a request whose
-    segment kills executors is never blamed, and goes on to the next one without end."""
+    segment kills executors is never blamed, and moves to the next one without end."""
     scheduler = create_scheduler()
     request = segmented([*ROOT, *SECOND, 9], [(8, 48)])
     scheduler.add(request)
@@ -265,7 +266,7 @@ def test_eviction_learns_that_segments_are_used_again(monkeypatch: pytest.Monkey
 
 
 def test_what_computes_originals_does_not_wait_for_the_garbage_collector() -> None:
-    """A request and its sequences hold each other; here nobody outside takes them apart when they end."""
+    """A request and its sequences hold each other; here no code outside breaks the cycle when they end."""
     scheduler = create_scheduler()
     executor = executor_for(scheduler)
     scheduler.add(segmented([*ROOT, *SECOND, 9, *FIRST, 9], [(8, 48), (49, 57)]))

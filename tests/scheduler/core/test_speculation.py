@@ -1,4 +1,4 @@
-"""Drafts in plans: the tokens are those without drafts, in fewer steps, and nobody else is held up."""
+"""Drafts in plans: the tokens are the same without drafts, in fewer steps, and no other request is delayed."""
 
 from array import array
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def looked_up(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
-    """What ``look_up`` says, in plain loops."""
+    """The result of ``look_up``, in plain loops."""
     for size in range(longest, shortest - 1, -1):
         for place in range(len(tokens) - size - 1, -1, -1):
             if tokens[place : place + size] == tokens[len(tokens) - size :]:
@@ -47,7 +47,7 @@ def looked_up(tokens: list[int], shortest: int, longest: int, count: int) -> lis
 
 
 @given(
-    # Ids whose bytes look alike at other offsets than those of whole tokens.
+    # Ids whose bytes look alike at offsets inside of tokens.
     st.lists(st.sampled_from([0, 1, 256, 65536, 0x01010101, 0x00010001]), min_size=1, max_size=24),
     st.integers(1, 3),
     st.integers(0, 2),
@@ -146,7 +146,7 @@ def test_tokens_are_those_without_drafts_in_fewer_steps(depth: int, block_size: 
 
 @pytest.mark.usefixtures("repeats")
 def test_the_end_of_a_small_pool_is_not_given_to_drafts() -> None:
-    # Two sequences that grow to the last block: drafts get what is held, nobody is preempted for them.
+    # Two sequences that grow to the last block: drafts get the held blocks, and no sequence is preempted for them.
     scheduler = create_scheduler(num_blocks=16, block_size=4, speculative=NGRAM)
     requests = [create_request([1, 2, number], 29) for number in range(2)]
     for request in requests:

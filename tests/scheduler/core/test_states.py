@@ -1,4 +1,4 @@
-"""States of recurrent layers: what a sequence keeps, where others begin, and what comes back from other tiers."""
+"""States of recurrent layers: a sequence's own ones, snapshots for others, and loads from other tiers."""
 
 import pytest
 from pagewise_scheduler.core.requests.request import Request

@@ -1,4 +1,4 @@
-"""Storage that outlives executors: what is computed goes there, comes back from there, and may be gone at any time."""
+"""Storage that outlives executors: computed blocks are written to it, loaded from it, and may be lost at any time."""
 
 from collections import deque
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_storage_from_which_nothing_comes_is_left_alone_for_a_while() -> None:
     node = Node(storage)
     for number in range(3):
         request = create_request(prompt=[number, *PROMPT])
-        request.stored[IDENTITY] = 12  # as was said; but it is slow, or broken
+        request.stored[IDENTITY] = 12  # as reported; but it is slow, or broken
         node.scheduler.add(request)
         run(node.scheduler, node.executor)
         assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
@@ -153,7 +153,7 @@ def test_what_is_evicted_before_its_turn_is_not_written_nor_what_follows_it() ->
             node.results.append(node.executor.execute(plan))
         node.scheduler.update(node.results.popleft())
     tier = node.scheduler.kv.hashed[DISK]
-    tier.max_arriving = 0  # it is busy, so it does not take over what is evicted
+    tier.max_arriving = 0  # it is busy, so it does not take over evicted blocks
     evict(node.scheduler, 5)  # of the end of the prefix, as always
     tier.max_arriving = MAX_ARRIVING
     run(node.scheduler, node.executor)

@@ -1,5 +1,4 @@
-"""Tiers below the device, any number of them: what one gives up goes to the next, and comes back from wherever it
-lies."""
+"""Tiers below the device, any number of them: blocks that one evicts move to the next, and come back from any tier."""
 
 from array import array
 
@@ -63,7 +62,7 @@ def test_a_prefix_may_come_from_two_tiers_at_once() -> None:
 
 def test_copies_are_in_an_order_in_which_each_reads_what_it_is_meant_to_read() -> None:
     pending = PendingCopies()
-    # Block 7 of the host goes further down, then block 1 of the device takes its place, and goes further down at once.
+    # Block 7 of the host moves down, then block 1 of the device takes its place, and moves down at once.
     pending.add([(HOST, 7, FURTHER, 0, 0), (DEVICE, 1, HOST, 7, 0), (DEVICE, 2, HOST, 8, 0)])
     pending.add([(HOST, 7, FURTHER, 1, 0), (DEVICE, 3, HOST, 7, 0), (DEVICE, 4, DEVICE, 5, 0)])
     content = {(DEVICE, block): f"device {block}" for block in range(6)} | {(HOST, 7): "host 7"}

@@ -150,8 +150,8 @@ def test_the_host_keeps_what_snapshots_of_one_path_share_once() -> None:
 @pytest.mark.parametrize("eviction", ["lru", "cost"])
 @pytest.mark.parametrize("pages", [1, 20])
 def test_snapshots_go_together_with_their_blocks(pages: int, eviction: EvictionName) -> None:
-    """No block is kept behind which no prompt can begin, but those of the conversation that is being evicted, and the
-    conversation that was used last is kept whole."""
+    """No block is kept behind which no prompt can begin, except blocks of the conversation that is being evicted, and
+    the conversation that was used last is kept whole."""
     scheduler = create(3 * (60 + 20 * pages), 1, (WindowShape(8, pages),), eviction=eviction)
     executor = executor_for(scheduler)
     for number in range(1, 9):

@@ -1,4 +1,4 @@
-"""``pagewise replay``: what it reads, what it counts, and that it is the scheduler that is replayed."""
+"""``pagewise replay``: its input, its counts, and that it replays the real scheduler."""
 
 import gzip
 import json
@@ -72,7 +72,7 @@ def test_the_other_formats(tmp_path: Path) -> None:
 
 
 def test_beladys_rule_keeps_what_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also if block 0, whose tokens might be those of outputs, begins every prompt: as in Mooncake's conversations."""
+    """Also if block 0, whose tokens might equal outputs, begins every prompt: as in Mooncake's conversations."""
     rows = [(n, 2100, 600, [0, *range(10 * (n % 6) + 1, 10 * (n % 6) + 4)]) for n in range(60)]
     path = mooncake(tmp_path / "t.jsonl", rows)
     found = {

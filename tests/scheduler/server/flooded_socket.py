@@ -1,4 +1,4 @@
-"""A scheduler's socket whose peer floods it, pings it and goes away while nobody reads; ends well if nothing aborts."""
+"""A scheduler's socket whose peer floods it, pings it and leaves without any reader; ends well unless libzmq aborts."""
 
 import asyncio
 import sys
@@ -42,7 +42,7 @@ async def main(endpoint: str) -> None:
 
     threading.Thread(target=flood).start()
     await asyncio.sleep(0.2)
-    while not sent.is_set():  # the event loop stands still, as if it computed
+    while not sent.is_set():  # the event loop is blocked, as if it computed
         time.sleep(0.01)  # noqa: ASYNC251
     time.sleep(3 * _PING_MS / 1000)  # noqa: ASYNC251
     await asyncio.sleep(0.5)

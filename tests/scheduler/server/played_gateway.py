@@ -1,4 +1,4 @@
-"""A fake gateway that a test controls: it submits requests over ZeroMQ, and keeps what the scheduler sends."""
+"""A fake gateway that a test controls: it submits requests over ZeroMQ, and keeps the scheduler's messages."""
 
 import asyncio
 import uuid
@@ -59,7 +59,7 @@ class RefusedRequestError(Exception):
 
 
 class FailedPromptError(Exception):
-    """The scheduler could not finish what it had taken."""
+    """The scheduler could not finish an accepted request."""
 
     def __init__(self, failed: PromptFailed) -> None:
         super().__init__(failed.message)
@@ -68,7 +68,7 @@ class FailedPromptError(Exception):
 
 @dataclass(eq=False)
 class PlayedRequest:
-    """A request as its gateway sees it: what has come for each of its streams, the first one being ``stream``."""
+    """A request as its gateway sees it: the outputs of each of its streams, the first one being ``stream``."""
 
     stream: int
     submit: Submit
@@ -85,7 +85,7 @@ class PlayedRequest:
         return self.error is not None or len(self.finished) == len(self.tokens)
 
     async def result(self) -> list[list[int]]:
-        """The tokens of all outputs; raises what became of the request instead."""
+        """The tokens of all outputs; raises the error that ended the request instead."""
         await self.until(lambda: self.done)
         if self.error is not None:
             raise self.error
@@ -102,7 +102,7 @@ class PlayedRequest:
         await self.until(lambda: self.done or sum(map(len, self.tokens)) >= number)
 
     def progress(self) -> tuple[StreamProgress, ...]:
-        """What a gateway would tell another scheduler."""
+        """The progress that a gateway would send to another scheduler."""
         return tuple(
             StreamProgress(array("i", tokens).tobytes(), index in self.finished)
             for index, tokens in enumerate(self.tokens)
@@ -121,8 +121,8 @@ def prompts_of(
 class PlayedGateway:
     """``frames``: the Outputs that have come. ``fleet``: the last FleetState.
 
-    ``ready_executors``, ``rejoins``, ``adapters``: what its Hello says of schedulers before. ``adapter_answers``: by
-    number.
+    ``ready_executors``, ``rejoins``, ``adapters``: the fields of its Hello about earlier schedulers.
+    ``adapter_answers``: by number.
     """
 
     def __init__(self, endpoint: str, gateway_id: str = "gateway", keys: Keys | None = None) -> None:
@@ -153,7 +153,7 @@ class PlayedGateway:
             return decode_to_gateway(await self.socket.recv())
 
     async def join(self) -> GatewayWelcome | Refused:
-        """Say Hello; the answer. If it is let in, it goes on reading and sends heartbeats until it is closed."""
+        """Send Hello; return the answer. If it is let in, it reads and sends heartbeats until it is closed."""
         await self.send(
             GatewayHello(
                 PROTOCOL_MAJOR,
@@ -190,7 +190,7 @@ class PlayedGateway:
         await self.stop_reading()
         if goodbye:
             await self.send(Goodbye(self.epoch, "the test says so"))
-            self.socket.setsockopt(zmq.LINGER, 5000)  # it goes out before the connection is closed
+            self.socket.setsockopt(zmq.LINGER, 5000)  # it is sent before the connection is closed
         self.socket.close()
         self.context.term()
 
@@ -219,7 +219,7 @@ class PlayedGateway:
         return self.requests.get(stream)
 
     def _take(self, outputs: Outputs) -> None:
-        """Apply a frame; what it says of streams that are over here is left out, as any gateway does."""
+        """Apply a frame, except its entries for streams that are over here, as any gateway does."""
         for refused in outputs.refused:
             if (request := self._of(refused.stream)) is not None:
                 request.error = RefusedRequestError(refused)
@@ -252,7 +252,7 @@ class PlayedGateway:
         for stream in range(request.stream, request.stream + max(1, len(request.tokens))):
             self.requests.pop(stream, None)
 
-    # ---- what a gateway says -------------------------------------------------------------------------
+    # ---- messages of a gateway -----------------------------------------------------------------------
 
     async def submit(
         self,
@@ -301,7 +301,7 @@ class PlayedGateway:
         return request
 
     async def resubmit(self, request: PlayedRequest) -> PlayedRequest:
-        """Submit again what was submitted to another scheduler, with the tokens that have come."""
+        """Submit again a request that was submitted to another scheduler, with the tokens that have come."""
         n, old = request.submit.params.n, request.submit
         progress = request.progress()
         prompts = tuple(

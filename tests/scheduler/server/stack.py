@@ -1,5 +1,5 @@
-"""What tests of the scheduler's actors use: a coordinator on real sockets, executors that invent tokens, and processes
-that say whatever a test wants."""
+"""Helpers for tests of the scheduler's actors: a coordinator on real sockets, executors that invent tokens, and
+processes that send the messages of a test."""
 
 import asyncio
 import threading
@@ -49,7 +49,7 @@ def gateways_of(path: Path) -> str:
 
 
 class Stack:
-    """A coordinator, a gateway that is played, and what a test wants to know of them."""
+    """A coordinator, a gateway that is played, and queries about them for tests."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ async def running(
 async def gateway(
     path: Path, name: str = "gateway", adapters: AdapterState | None = None, keys: Keys | None = None
 ) -> AsyncIterator[PlayedGateway]:
-    """One more gateway that is played. ``adapters``: those of which it says that an earlier scheduler served them."""
+    """One more gateway that is played. ``adapters``: the adapters that it reports as served by an earlier scheduler."""
     played = PlayedGateway(gateways_of(path), name, keys)
     played.adapters = adapters or played.adapters
     try:
@@ -181,7 +181,7 @@ async def executor(
 
 
 class RawExecutor:
-    """A socket that says whatever a test wants."""
+    """A socket that sends the messages of a test."""
 
     def __init__(self, path: Path, keys: Keys | None = None, identity: bytes = b"") -> None:
         self.context = zmq.asyncio.Context()
@@ -207,7 +207,7 @@ class RawExecutor:
 
 @asynccontextmanager
 async def flood(endpoint: str) -> AsyncIterator[None]:
-    """Meanwhile, a thread sends frames that nobody can decode, as many as it can."""
+    """Meanwhile, a thread sends frames that cannot be decoded, as many as it can."""
     flooding = threading.Event()
     flooding.set()
 
@@ -224,11 +224,11 @@ async def flood(endpoint: str) -> AsyncIterator[None]:
         yield
     finally:
         flooding.clear()
-        await asyncio.to_thread(thread.join)  # it may wait until somebody reads what it sends
+        await asyncio.to_thread(thread.join)  # it may wait until its frames are read
 
 
 def hello(**fields: object) -> Hello:
-    """What an executor says that offers something sensible, but for ``fields``."""
+    """The Hello of an executor that offers sensible values, except for ``fields``."""
     given = {
         "protocol_major": PROTOCOL_MAJOR,
         "protocol_minor": 0,

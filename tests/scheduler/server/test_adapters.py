@@ -1,4 +1,4 @@
-"""The registry of adapters over real sockets: what gateways are told, what executors try, and where requests go."""
+"""The registry of adapters over real sockets: reports to gateways, trials by executors, and routes of requests."""
 
 import asyncio
 import functools
@@ -52,9 +52,9 @@ BROKEN = Adapter("broken", "/adapters/broken", b"3" * 32, 1000, 8)
 
 
 class Runner(SimulatedRunner):
-    """Serves adapters, but for those that are called broken if ``fails``; ``max_loras`` of 0: none at all.
+    """Serves adapters, except the ones called broken if ``fails``; ``max_loras`` of 0: none at all.
 
-    ``lends``: it is told of as an executor from which others may fetch blocks. ``roots``: of what it has computed.
+    ``lends``: the endpoint at which others may fetch its blocks. ``roots``: of its computed blocks.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ async def test_what_was_loaded_since_the_start_is_merged_with_what_is_taken_over
         await until(lambda: known() == [fresh, three, two])
         await late.send(UnregisterAdapter(late.epoch, 2, "two"))
         await answer(late, 2)
-        # Neither what is older nor what this scheduler has told itself changes anything, and nothing comes back.
+        # Neither older reports nor this scheduler's own reports change anything, and no answer comes.
         for name, told in (
             ("older", AdapterState(0, version - 700, (two,))),
             ("own", AdapterState(0, version, (fresh, two))),
@@ -228,7 +228,7 @@ async def test_what_was_loaded_since_the_start_is_merged_with_what_is_taken_over
 
 
 async def test_no_more_adapters_are_served_than_can_be_told(tmp_path: Path) -> None:
-    """Also if two of them are tried at once, or some are taken over later."""
+    """Also if two of them are loaded at once, or some are taken over later."""
     many = adapters(*(f"many-{number}" for number in range(MAX_ADAPTERS)))
     async with running(tmp_path) as stack:
         played = PlayedGateway(stack.coordinator.gateway_endpoint, "full")
@@ -309,7 +309,7 @@ async def test_what_only_the_executor_that_leaves_can_compute_goes_on_there(tmp_
 
 
 async def test_nobody_computes_without_an_adapter_what_one_that_leaves_has_cached_with_it(tmp_path: Path) -> None:
-    """What others cannot fetch of a cache that they are to copy, they compute."""
+    """Executors compute the parts of a cache to copy that they cannot fetch."""
     leaving, plain = (
         service(tmp_path, Runner(lends="tcp://127.0.0.1:1")),
         Runner(max_loras=0, lends="tcp://127.0.0.1:2"),

@@ -1,4 +1,4 @@
-"""How much may wait, what refused clients are told, and in which order waiting requests start."""
+"""How much may wait, the answers to refused clients, and the order in which waiting requests start."""
 
 import asyncio
 from contextlib import suppress
@@ -15,7 +15,7 @@ from tests.scheduler.server.stack import Stack, executor, running, until
 
 
 def refused(backlog: Backlog, new: QueueLoad, waiting: QueueLoad, now: float) -> AdmissionError:
-    """What the only key is told."""
+    """The error for the only key."""
     with pytest.raises(AdmissionError) as error:
         backlog.admit(new, waiting, now, of_key=waiting)
     return error.value
@@ -76,7 +76,7 @@ def test_tokens_are_bounded_but_a_large_request_may_wait_alone() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(1, 300)), max_size=200))
 def test_no_key_takes_the_room_of_the_others(arrivals: list[tuple[str, int, int]]) -> None:
-    """Whatever comes in and never goes: a key that has nothing waiting finds room for a request of usual size."""
+    """With any arrivals that never end: a key that has nothing waiting finds room for a request of usual size."""
     backlog = Backlog(100, 10_000)
     backlog.admit(QueueLoad(1, 1), QueueLoad(), 0.0, key="d")
     total, of_key = QueueLoad(), dict.fromkeys("abc", QueueLoad())
@@ -127,7 +127,7 @@ def test_a_sole_key_may_fill_the_queue() -> None:
 
 
 async def finished_in_order(stack: Stack, requests: list[PlayedRequest]) -> list[str]:
-    """The ids of these requests, of one output each, in the order in which the scheduler has told of their ends."""
+    """The ids of these requests, of one output each, in the order in which the scheduler has reported their ends."""
     async with asyncio.timeout(30):
         for request in requests:
             await request.result()
@@ -213,8 +213,8 @@ async def test_priorities_at_the_router_and_at_the_engine(tmp_path: Path) -> Non
     async with running(tmp_path) as stack:
         async with executor(tmp_path, step_seconds=0.002):
             await stack.ready(1)
-            # Four run at a time, and when those end the others are all there; the budget of a step is 64 tokens: at
-            # most two prefills begin in one.
+            # Four run at a time, and when they end the others are all there; the budget of a step is 64 tokens: at most
+            # two prefills begin in one.
             fillers = [await stack.gateway.submit([9, number], max_tokens=60) for number in range(4)]
             await until(lambda: stack.executors[0].scheduler.num_running == 4)
             waiting = asyncio.create_task(finished_in_order(stack, await requests(stack, "engine")))

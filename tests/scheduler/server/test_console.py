@@ -1,4 +1,4 @@
-"""What the scheduler tells consoles, and how an operator ends a request."""
+"""The scheduler's messages to consoles, and an operator's way to end a request."""
 
 import asyncio
 import time
@@ -142,7 +142,7 @@ async def test_gateways_are_ready_silent_left_or_lost(tmp_path: Path, monkeypatc
             assert reason.startswith("no heartbeat for ")
         async with gateway(tmp_path, "leaves"):
             assert (await states())["leaves"] == ("ready", 0, ""), "it has come back"
-        await until(lambda: len(stack.gateways) == 1)  # it said no Goodbye: the scheduler finds its connection broken
+        await until(lambda: len(stack.gateways) == 1)  # it sent no Goodbye: the scheduler finds its connection broken
         await stack.all_free()
         monkeypatch.setattr(console_module, "_GONE_SECONDS", 0.0)
         assert list(await states()) == ["gateway"]
@@ -310,7 +310,7 @@ async def test_answers_take_a_bounded_share_of_a_core(tmp_path: Path, monkeypatc
 
 
 class Clocked:
-    """A console whose answers take as long as ``seconds`` says, in a time of its own."""
+    """A console whose answers take ``seconds``, in a time of its own."""
 
     def __init__(self, stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.seconds = 1000.0, 0.0
@@ -342,7 +342,7 @@ async def test_views_that_nobody_asks_for_take_nothing_of_the_others(
     async with running(tmp_path) as stack:
         clocked = Clocked(stack, monkeypatch)
         clocked.seconds = 0.003
-        for first in range(20):  # somebody moves over the map
+        for first in range(20):  # a reader moves over the map
             clocked.watch(ConsoleView("map", "e", first=first), 0.5)
         clocked.watch(ConsoleView("map", "e"), 6.0)
         assert clocked.watch(ConsoleView("map", "e"), 10.0) >= 9, "0.3% of a core are 3 ms a second"

@@ -1,4 +1,4 @@
-"""The coordinator: a failure affects only what it belongs to, and a pause of the whole process affects nobody."""
+"""The coordinator: a failure affects only its own process, and a pause of the whole coordinator affects none."""
 
 import asyncio
 import gc
@@ -187,7 +187,7 @@ async def test_requests_that_have_ended_leave_nothing_to_the_garbage_collector(t
             with pytest.raises(RefusedRequestError):
                 await (await gateway.submit([7], [7, 2], max_tokens=10**6)).result()
             await stack.all_free()
-            await asyncio.sleep(0.05)  # what was in flight has come back
+            await asyncio.sleep(0.05)  # steps in flight have come back
             kinds = (ClientRequest, Submission, Request, Sequence)
             left = [thing for thing in gc.get_objects() if type(thing) in kinds]
             assert left == []

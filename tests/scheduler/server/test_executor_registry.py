@@ -1,4 +1,4 @@
-"""ExecutorRegistry, engines and router over a real socket: who is let in, what is dropped, and that requests
+"""ExecutorRegistry, engines and router over a real socket: admission of executors, dropped ones, and that requests
 survive."""
 
 import asyncio
@@ -339,7 +339,7 @@ async def test_a_failed_step_starts_over_under_a_new_epoch_and_fails_only_what_c
 async def test_admission(tmp_path: Path) -> None:
     async with running(tmp_path, unplaced_timeout=0.3) as stack:
         with pytest.raises(FailedPromptError, match="no executor could take the request") as failed:
-            await stack.generate([1] * 100)  # nothing is known yet of what executors can hold
+            await stack.generate([1] * 100)  # the capacity of executors is not known yet
         assert failed.value.kind == "unavailable"
         async with executor(tmp_path):
             await stack.ready(1)
@@ -372,7 +372,7 @@ async def test_an_executor_on_another_connection_is_the_same_and_serves_blocks_a
                 await asyncio.sleep(0.01)
         (handle,) = stack.executors
         assert stack.registry.directory.peers["ipc:///blocks"].scheduler is handle.scheduler
-        assert handle.scheduler.recoveries.endpoint == "ipc:///blocks"
+        assert handle.scheduler.recoveries.planner.endpoint == "ipc:///blocks"
         first.close()
         second.close()
 

@@ -1,4 +1,4 @@
-"""Explanations as gateways ask for them: causes outside of one executor, who may know what, and how many are kept."""
+"""Explanations as gateways ask for them: causes outside of one executor, rights of readers, and how many are kept."""
 
 import asyncio
 import time
@@ -283,7 +283,7 @@ async def test_a_farewell_that_is_read_late(tmp_path: Path, gone_when: str) -> N
             other, _ = await joined(tmp_path, executor_id="other")
             await stack.ready(2)
             other.close()
-            await asyncio.sleep(0.02)  # it is noticed, and told of a little later
+            await asyncio.sleep(0.02)  # it is noticed, and reported a little later
             leave(raw, welcome)
         await stack.ready(0)
         async with executor(tmp_path, "two"):

@@ -1,4 +1,4 @@
-"""What gateways may not do, over real sockets: nonsense, stale epochs, floods, keys that are not a gateway's."""
+"""Forbidden acts of gateways, over real sockets: nonsense, stale epochs, floods, keys that are not a gateway's."""
 
 import asyncio
 from pathlib import Path

@@ -110,7 +110,7 @@ async def test_a_beam_search_comes_whole_in_the_frame_that_finishes_it(tmp_path:
         (frame,) = (frame for frame in stack.gateway.frames if frame.finished)
         assert len(unpack_int32s(frame.tokens)) == 16
         assert len(frame.finished) == 2
-        # What was tried is charged for, too.
+        # Refused attempts are charged for, too.
         assert 20 < stack.metric("key_tokens_total", key="k", kind="generation") <= 24
         await stack.all_free()
 
@@ -280,7 +280,7 @@ async def test_a_gateway_that_does_not_read_is_given_up(tmp_path: Path) -> None:
         (session,) = (session for session in stack.gateways if session.name == "deaf")
         async with asyncio.timeout(60):
             while len(stack.gateways) == 2:
-                # More than steps bring, so that what ZeroMQ queues for it is full sooner.
+                # More than steps bring, so that ZeroMQ's queue for it is full sooner.
                 session.peer.outputs.streams += [0] * 50_000
                 session.peer.outputs.tokens += [0] * 50_000
                 await asyncio.sleep(0.001)
@@ -325,7 +325,7 @@ async def test_a_request_goes_on_at_the_next_scheduler_with_the_same_tokens(
 
 
 async def gateway_from_before(path: Path, ready_executors: int) -> PlayedGateway:
-    """A gateway that was told of so many executors by the scheduler before."""
+    """A gateway to which the scheduler before reported so many executors."""
     played = PlayedGateway(gateways_of(path), "from before")
     played.ready_executors = ready_executors
     await played.join()

@@ -1,4 +1,4 @@
-"""What the holders of an API key may do, counted by the scheduler."""
+"""The limits of API keys, counted by the scheduler."""
 
 import pytest
 from pagewise_scheduler.metrics import Metrics

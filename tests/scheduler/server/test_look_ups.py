@@ -133,7 +133,7 @@ async def test_an_impossible_answer_harms_nobody(tmp_path: Path, found: int, loa
         raw, welcome = await with_disk(tmp_path, stack)
         waiting = asyncio.create_task(stack.generate(PROMPT))
         question = await asked(raw)
-        await raw.send(Found(welcome.epoch, 12345, 3))  # nobody has asked that
+        await raw.send(Found(welcome.epoch, 12345, 3))  # no query has this number
         await raw.send(Found(welcome.epoch, question.number, found))
         await raw.send(Found(welcome.epoch, question.number, 3))  # it has been answered
         assert loads(await next_message(raw)) == loaded

@@ -17,7 +17,7 @@ from tests.scheduler.server.stack import RawExecutor, executor, executors_of, jo
 
 
 async def next_plan(raw: RawExecutor) -> StepPlan:
-    while isinstance(message := await raw.receive(), HeartbeatAck):  # somebody else's connection broke: are you there?
+    while isinstance(message := await raw.receive(), HeartbeatAck):  # another connection broke: are you there?
         pass
     assert isinstance(message, StepPlan)
     return message
@@ -46,7 +46,7 @@ async def test_what_the_others_have_no_room_for_goes_on_where_it_is(tmp_path: Pa
         ExecutorConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64), 0.05
     )
     leaving = ExecutorService(Worker(lambda: runner), executors_of(tmp_path), "leaves")
-    # What stays is slower, so that it has no room before what leaves has ended its work.
+    # The executor that stays is slower, so that it has no room before the leaving one has ended its work.
     async with running(tmp_path) as stack, executor(tmp_path, "stays", step_seconds=0.15 if full else 0.05):
         served = asyncio.create_task(leaving.run())
         await stack.ready(2)
@@ -63,7 +63,7 @@ async def test_what_the_others_have_no_room_for_goes_on_where_it_is(tmp_path: Pa
 
 
 async def test_what_fits_nowhere_else_goes_on_to_its_end_where_it_is(tmp_path: Path) -> None:
-    """Longer than what is granted to work that the others merely have no room for now, which is half of the time."""
+    """Longer than the time for work that the others merely have no room for now, which is half of all."""
     runner = SimulatedRunner(
         ExecutorConfig(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64), 0.1
     )

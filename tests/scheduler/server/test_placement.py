@@ -1,4 +1,4 @@
-"""The router places by cached prefixes, over a real socket, and counts what it does."""
+"""The router places by cached prefixes, over a real socket, and counts its decisions."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Reports: whose requests a query shows, by which ids, and what it tells of their times and executors."""
+"""Reports: the requests that a query shows, by their ids, with their times and executors."""
 
 import asyncio
 import time

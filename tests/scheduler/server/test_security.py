@@ -102,7 +102,7 @@ async def test_a_key_that_is_revoked_is_cut_off_at_once_and_stays_out(folder: Pa
                 await asyncio.sleep(0.05)
         told = msgspec.json.decode((await stack.gateway.ask("request", "moves")).body, type=RequestReport)
         assert "because the key of the executor raw was revoked: " in " ".join(sentences(told))
-        # The connection stands: what comes over it counts for nothing.
+        # The connection stays open, but its messages are ignored.
         await raw.send(hello())
         while not isinstance(answer := await raw.receive(), Refused):
             assert isinstance(answer, HeartbeatAck | Rejoin | StepPlan)
@@ -143,8 +143,8 @@ async def test_an_executor_with_keys_tells_nothing_to_a_scheduler_without(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(folder) as stack:
-        # Which end of an executor's connection notices is a matter of time, so the scheduler's part is shown by a peer
-        # that says what it wants and waits.
+        # Which end of an executor's connection notices is a matter of time, so a peer that sends chosen bytes and waits
+        # shows the scheduler's part.
         _, writer = await asyncio.open_unix_connection(folder / "wire")
         writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32))
         await wait_until_refused(stack, "handshake", 1)
@@ -191,7 +191,7 @@ async def test_a_replayed_hello_is_another_executor_at_most(folder: Path, keyed:
         else:
             assert isinstance(answer, Welcome)
             assert answer.epoch > first.epoch, "a life of its own"
-        # The victim's life goes on under its own epoch, whatever the other sends in its place.
+        # The victim's life continues under its own epoch, whatever the other sends in its place.
         await thief.send(StepResult(first.epoch, 1))
         await thief.send(Goodbye(first.epoch, ""))
         await victim.send(Heartbeat(first.epoch))

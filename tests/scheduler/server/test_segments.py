@@ -1,4 +1,4 @@
-"""Requests with segments between a gateway and executors: who can serve them, and what comes back."""
+"""Requests with segments between a gateway and executors: the executors that can serve them, and the answers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which processes of the server keep failing: gateways are told, and metrics count."""
+"""Processes of the server that keep failing: reports to gateways, and metrics."""
 
 from pathlib import Path
 

@@ -83,7 +83,7 @@ async def test_one_that_was_alive_is_waited_for_longer_the_next_time(
 
 
 async def test_a_scheduler_that_stood_still_gives_nothing_up(tmp_path: Path) -> None:
-    """As when its machine is stopped and goes on: what it could not hear is no silence."""
+    """As when its machine is stopped and resumed: time in which it could not hear is no silence."""
     async with running(tmp_path, **PATIENT) as stack:
         raw, welcome = await joined(tmp_path)
         await beat(raw, welcome, 0.6)

@@ -1,4 +1,4 @@
-"""Drafts over real sockets: executors verify them, metrics count them, and clients get what they would have got."""
+"""Drafts over real sockets: executors verify them, metrics count them, and clients get the same tokens as without."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ WORDS = [10, 11, 12, 13, 14]
 
 
 class RepeatingRunner(SimulatedRunner):
-    """Says the same five words again and again."""
+    """Repeats the same five words again and again."""
 
     def _token(self, row: int, position: int) -> int:
         return WORDS[position % len(WORDS)]

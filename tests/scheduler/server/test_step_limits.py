@@ -1,4 +1,4 @@
-"""How large steps of an executor may be: what its device offers, and what the scheduler's options ask for."""
+"""The limits of an executor's steps: by its device, and by the scheduler's options."""
 
 import asyncio
 from pathlib import Path

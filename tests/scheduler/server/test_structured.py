@@ -1,4 +1,4 @@
-"""Requests with grammars between a gateway and executors: who may serve them, and what becomes of those that fail."""
+"""Requests with grammars between a gateway and executors: executors that may serve them, and failures."""
 
 import asyncio
 from pathlib import Path
@@ -36,7 +36,7 @@ def submit(grammar: str, max_tokens: int = 8, n: int = 1, prompts: int = 1) -> S
 
 
 class FailingRunner(SimulatedRunner):
-    """Follows grammars as far as anybody can tell; those called "bad" fail with their third token."""
+    """Follows grammars in all but their errors; grammars called "bad" fail with their third token."""
 
     def __init__(self, *, invalid: bool = False, no_grammars: str = "") -> None:
         super().__init__(ExecutorConfig(num_blocks=64, block_size=4))
@@ -100,7 +100,7 @@ async def test_a_sequence_joins_when_its_grammar_is_compiled(tmp_path: Path) -> 
         plain = await stack.gateway.submit_as(submit("", 1))
         assert await served(raw, welcome) == [""]
         await plain.result()
-        await raw.send(GrammarCompiled(welcome.epoch, 12345))  # nobody has asked that
+        await raw.send(GrammarCompiled(welcome.epoch, 12345))  # no query has this number
         await raw.send(GrammarCompiled(welcome.epoch, question.number))
         assert await served(raw, welcome) == ["grammar"]
         await bound.result()

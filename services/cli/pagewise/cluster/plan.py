@@ -36,7 +36,7 @@ _SOLE_KEY = r"[^\s,:#]+"
 
 
 class PlanError(CommandError):
-    """The options cannot run in a cluster; the text says why."""
+    """The options cannot run in a cluster."""
 
 
 def in_short(error: Exception) -> str:
@@ -78,7 +78,7 @@ class ProcessPlan(Struct, frozen=True, kw_only=True):
     """How the processes of one kind are started.
 
     Fields:
-        argv: arguments, without those that depend on the node: addresses, names, and the folder of keys.
+        argv: arguments, except arguments that depend on the node: addresses, names, and the folder of keys.
         variables: secret environment variables. keys: content of the files of a folder of keys, by path.
         metrics_key: an API key for reading a gateway's metrics; empty if there are no API keys.
         served: the options of an executor that decide about tokens.

@@ -12,7 +12,8 @@ from pathlib import Path
 class PrivateFolder:
     """A folder that only its user can read, with a lock for the life of the process that made it.
 
-    The lock marks it as in use for all processes, also in other PID namespaces, and keeps systemd's cleaner away.
+    The lock marks it as in use for all processes, also in other PID namespaces, and excludes it from systemd's
+    clean-up.
     """
 
     def __init__(self, prefix: str) -> None:

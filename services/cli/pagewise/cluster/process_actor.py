@@ -28,7 +28,7 @@ from pagewise.ports import text_of
 from pagewise.process import Restarts, Service
 
 _HOPELESS_SECONDS = 60.0
-"""Until a process that cannot start is tried again."""
+"""Until a process that cannot start is restarted."""
 _EARLY_ENDS = 2
 """How often in a row a process may end before it is ready until its description has a problem."""
 _STATUS = "services.json"
@@ -132,7 +132,7 @@ class ProcessActor:
 
     async def report(self, services: dict[str, dict[str, Any]]) -> None:
         """Write the ``ServiceStatus`` of every process, by name, for the scheduler that runs here."""
-        with contextlib.suppress(OSError):  # the controller reports again when something changes
+        with contextlib.suppress(OSError):  # the controller reports again after any change
             write_status(self._folder.path() / _STATUS, convert(services, dict[str, ServiceStatus]))
 
     async def stop(self, drain: bool) -> None:
@@ -255,7 +255,7 @@ class ProcessActor:
             # With a new placement group, which only a new actor gets, ranks may find room elsewhere.
             print(f"{self._name:<10} | a rank is lost: {error}", file=sys.stderr, flush=True)
             os._exit(1)
-        # Rank 0 usually ends by itself. If it hangs in a collective operation, it is killed; unless it was restarted in
+        # Rank 0 usually ends by itself. If a collective operation blocks it, it is killed; unless it was restarted in
         # the meantime, when ``_service`` is another one.
         await asyncio.sleep(_RANK_SECONDS)
         if service is not None and service is self._service and service.pid is not None:

@@ -138,7 +138,7 @@ def _number(name: str) -> int:
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _USUAL_DEATHS = 2
-"""So many deaths in a row may come from one node that goes away."""
+"""One node that leaves may cause so many deaths in a row."""
 
 
 class StartPauses:

@@ -30,7 +30,7 @@ def kept(name: str, patience: float) -> tuple[dict[str, bytes] | None, Served | 
     they may not answer, as while Ray starts the controller again.
 
     Raises:
-        PlanError: something runs, and does not answer.
+        PlanError: a deployment runs, and does not answer.
     """
     deadline = time.monotonic() + patience
     while there := actors():

@@ -55,8 +55,8 @@ class Scaler:
         """Return a number of executors that replaces ``executors``, the number wanted now; None: it stays.
 
         Executors that have been started and have not joined keep more from being added. They may never join, if the
-        cluster has no room for them; so an unneeded one still goes. The load is unknown while fewer than the minimum
-        serve.
+        cluster has no room for them; so an unneeded one is still removed. The load is unknown while fewer than the
+        minimum serve.
         """
         policy = self._policy
         if load.ready < min(executors, policy.minimum):

@@ -93,7 +93,7 @@ def check_kernels() -> Iterator[Finding]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_KERNEL_SECONDS)  # noqa: S603  # nosec B603 # no shell
     except subprocess.TimeoutExpired as error:
-        printed = (error.stdout or b"").decode()  # bytes, whatever was asked for
+        printed = (error.stdout or b"").decode()  # bytes, also if text was requested
         yield from kernel_findings(printed, f"it had not ended after {_KERNEL_SECONDS} s")
         return
     last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]

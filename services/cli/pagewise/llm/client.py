@@ -37,7 +37,7 @@ class Client:
         If one is refused, the others are aborted.
 
         Raises:
-            LLMError: a request was refused; the text says which and why.
+            LLMError: a request was refused; the text names it and the reason.
             OSError: the gateway has gone.
         """
         return self._run(self._post_all(path, bodies, done))

@@ -88,7 +88,7 @@ class LLM:
         progress bar. ``model``: the name of an adapter. ``priority``: of each prompt; lower runs earlier.
 
         Raises:
-            LLMError: a request was refused, or the services have ended; the text says why.
+            LLMError: a request was refused, or the services have ended.
             TypeError, ValueError: a prompt is of a kind that there is not, or lists differ in length.
         """
         given = _listed(prompts)

@@ -70,7 +70,7 @@ class SamplingParams(Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
 
 
 class LLMError(PagewiseError):
-    """The services cannot be started or have ended, or refuse a request; the text says why.
+    """The services cannot be started or have ended, or refuse a request.
 
     Fields:
         status: the status of the HTTP answer that refused a request; None if there was none.

@@ -177,7 +177,7 @@ class Top(App[int]):
         self._from_feed(self.query_one("#timeline", Static).update, text)
 
     def _from_feed(self, call: Any, *arguments: Any) -> None:
-        """Call something on the screen's thread, unless the screen has gone."""
+        """Call a function on the screen's thread, unless the screen has gone."""
         if self.is_running:
             self.call_later(call, *arguments)
 
@@ -201,7 +201,7 @@ class Top(App[int]):
             self.query_one("#memory", Static).update(executors(self._fleet, self.size.width - 4))
 
     def _name_columns(self) -> None:
-        """Make the table's columns anew, with an arrow at the one that it is sorted by."""
+        """Make the table's columns anew, with an arrow at the column that sorts it."""
         table = self.query_one(DataTable)
         table.clear(columns=True)
         for number, column in enumerate(COLUMNS):

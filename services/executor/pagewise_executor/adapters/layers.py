@@ -54,8 +54,8 @@ class AdaptedLinear(nn.Module):
 def adapt_linears(model: nn.Module, context: AdapterContext, recurrent: Sequence[str] = ()) -> list[AdaptedLinear]:
     """Wrap the linear layers of a model's decoder layers that see every token of the batch; return them in order.
 
-    The layers of experts, which see some tokens only, embeddings and the head stay as they are, and so do those in the
-    modules named ``recurrent``, which see the tokens in another order.
+    The layers of experts, which see some tokens only, embeddings and the head stay as they are, and so do the modules
+    named ``recurrent`` with their layers, which see the tokens in another order.
     """
     found: list[AdaptedLinear] = []
     for name, layer in list(_decoder_layers(model)):

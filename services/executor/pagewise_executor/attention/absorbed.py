@@ -2,10 +2,10 @@
 
 The attention modules of transformers compute a latent and a rotated part of the key for each token, which all heads
 share, and then expand them to keys and values of every head. Here they are not expanded: the vector (rotated part,
-latent) is what the pool keeps for a token, as its only KV head. The key of a head is W_K · latent, so its score is
-a product of the latent and the query times W_K. The value of a head is W_V · latent, so the weighted sum of its values
-is W_V times the weighted sum of latents. The up-projections W_K and W_V are thereby *absorbed*: they multiply queries
-and results of the tokens of a step, and not the context.
+latent) is the only KV head that the pool keeps for a token. The key of a head is W_K · latent, so its score is a
+product of the latent and the query times W_K. The value of a head is W_V · latent, so the weighted sum of its values is
+W_V times the weighted sum of latents. The up-projections W_K and W_V are thereby *absorbed*: they multiply queries and
+results of the tokens of a step, and not the context.
 """
 
 import torch

@@ -144,8 +144,8 @@ class PagedLayer(KVLayer):
 
     ``forward_context.step`` is set before each forward pass. ``attention_chunk``: see ``AttentionShape``.
     ``writes_kv``: False if an earlier layer of the model, whose K and V this one reads, has written them. ``slot``: of
-    the pool in which it lies.
-    ``scale_queries``: changes the queries [tokens, heads, head_dim] of the step before they attend; None: nothing does.
+    the pool that has the layer's K and V. ``scale_queries``: changes the queries [tokens, heads, head_dim] of the step
+    before they attend; None: nothing does.
     """
 
     forward_context: ForwardContext = field(default_factory=ForwardContext)

@@ -20,7 +20,7 @@ class CpuStepAttention:
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attend as ``StepAttention`` says. With ``rotation``, queries and keys have norm and rotation before, and
+        """Attend, see ``StepAttention.attend``. With ``rotation``, queries and keys have norm and rotation before, and
         ``q`` is changed in place."""
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         return self._step.attend(

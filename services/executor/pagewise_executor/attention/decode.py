@@ -47,8 +47,8 @@ class DecodeGroup:
     """Decodes of similar context length, at ``index`` [n] of the flat batch, which are computed together.
 
     ``blocks`` [n, blocks] int64: their block tables, padded. ``lengths`` [n]: context tokens, the new one included;
-    ``longest``: the greatest of them. ``windows``, ``patterns`` and ``masks`` cache what layers of one kind derive from
-    these, so that only the first of them computes it.
+    ``longest``: the largest length. ``windows``, ``patterns`` and ``masks`` cache what layers of one kind derive from
+    the tables, so that only the first layer of a kind computes it.
     """
 
     index: torch.Tensor
@@ -137,7 +137,7 @@ def decode_in_place(
     keys = layer.keys.view(-1, dim)
     # Sums over whole keys of latents, of which the end is cut: an embedding bag may copy a table of views.
     values = keys if layer.latent else layer.values.view(-1, layer.values.shape[-1])
-    # The result goes into the pattern itself: a new one would copy the indices in every layer.
+    # The pattern itself takes the result: a new one would copy the indices in every layer.
     torch.sparse.sampled_addmm(pattern, q.reshape(-1, dim), keys.t(), beta=0.0, alpha=scale, out=pattern)
     scores = pattern.values().view(rows, heads, span)
     if softcap:

@@ -1,4 +1,4 @@
-"""The block tables of a model's layers on the device, to which each step sends only what has changed."""
+"""The block tables of a model's layers on the device, to which each step sends only the changed entries."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +17,8 @@ from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.step_work import Int32s, Int64s, StepWork
 
 Changes = tuple[Int64s, Int32s]
-"""Indices into the tables of a slot [n], and what the tables of each slot of the group have there [slots, n]."""
+"""Indices into the tables of a slot [n], and the entries at these indices in the tables of each slot of the group
+[slots, n]."""
 
 
 class TableShape(NamedTuple):
@@ -56,7 +57,7 @@ def table_shapes(pages: PageLayout | None, max_model_len: int, block_size: int, 
 
 
 class GroupTables:
-    """The tables of a group of layers: a copy of those of the input batch.
+    """The tables of a group of layers: a copy of the tables of the input batch.
 
     ``on_device`` int32 [slots, num_rows + 1, width]: the row behind the others belongs to queries that pad a batch.
     ``ring``: see ``TableShape``.
@@ -109,7 +110,7 @@ class GroupTables:
 
 
 class DeviceTables:
-    """The tables of all groups. ``slots``: of each slot, those of the first group, then those of the next."""
+    """The tables of all groups. ``slots``: the tables of each slot, first of the first group, then of the next."""
 
     def __init__(self, shapes: Sequence[TableShape], num_rows: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
@@ -140,7 +141,7 @@ class DeviceTables:
             group.note(stretches, span + tile)
 
     def take(self) -> list[Int64s | Int32s]:
-        """Return the changes since the last call, for ``change``: of each group what ``GroupTables.take`` returns."""
+        """Return the changes since the last call, for ``change``: the result of ``GroupTables.take`` of each group."""
         return [array for group in self.groups for array in group.take()]
 
     def change(self, changes: Sequence[torch.Tensor]) -> None:

@@ -42,7 +42,7 @@ class GroupedBackend(AttentionBackend):
             backend.update_block_tables(changes[view.group])
 
     def prepare(self, work: StepWork) -> StepAttention:
-        """Prepare the step of each slot; returns that of the first one."""
+        """Prepare the step of each slot; returns the attention of the first slot."""
         steps = [backend.prepare(work) for backend in self._backends]
         for context, step in zip(self.contexts, steps, strict=True):
             context.step = step

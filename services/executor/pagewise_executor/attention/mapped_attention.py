@@ -37,7 +37,7 @@ class MappedStep:
         self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attend as ``StepAttention`` says. K and V are written to the pool, and read where they are mapped."""
+        """Attend, see ``StepAttention.attend``. K and V are written to the pool, and read where they are mapped."""
         if layer.writes_kv:
             layer.write(self.slots, k, v)
         output = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
@@ -58,7 +58,7 @@ class MappedStep:
 
 
 class MappedBackend(AttentionBackend):
-    """Prepares the attention of one model's steps over page tables, in physical memory in which its pool lies."""
+    """Prepares the attention of one model's steps over page tables, which map the physical memory of its pool."""
 
     layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers", "blocks": "tokens"}
     """Page tables need tokens at equal distances."""

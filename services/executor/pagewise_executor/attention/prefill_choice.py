@@ -1,4 +1,4 @@
-"""Chooses the kernel for the attention of prefill chunks: the one that ``--attention`` names, or the fastest."""
+"""Chooses the kernel for the attention of prefill chunks: ``--attention`` names it, or it is the fastest."""
 
 import functools
 import importlib.util
@@ -37,14 +37,14 @@ LIBRARIES: dict[str, tuple[str, Callable[[int, torch.device], PrefillLibrary]]] 
 }
 """By name: the module that must be installed, and the function that prepares the library."""
 _OURS = "gluon"
-"""It comes with the Triton kernels, so ``auto`` does not warn where it cannot compute something."""
+"""It comes with the Triton kernels, so ``auto`` does not warn where it cannot compute a layer."""
 
 
 def refuse_attention(config: ExecutorConfig, device: torch.device) -> None:
     """Check that the options allow the attention of the Triton kernels that ``--attention`` names.
 
     Raises:
-        ModelError: they do not allow it; the text says why.
+        ModelError: they do not allow it.
     """
     error = ""
     if config.attention == "auto" or BACKENDS[config.attention].kernels != "triton":
@@ -72,7 +72,7 @@ def choose_prefill_library(
     fastest library or the Triton kernel.
 
     Raises:
-        ModelError: a library is asked for by name, and cannot compute the model; the text says why.
+        ModelError: a library is asked for by name, and cannot compute the model.
     """
     if config.attention == "triton" or _options_error(config, device):
         return None, False

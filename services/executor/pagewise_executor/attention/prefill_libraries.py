@@ -37,7 +37,7 @@ TOLERANCE = 0.05
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """q [tokens, heads, head_dim], keys and values [num_blocks, block_size, kv_heads, head_dim] to [tokens, heads,
-head_dim]. The tokens are those of all chunks of a step."""
+head_dim]. A call computes the tokens of all chunks of a step."""
 
 
 @dataclass(slots=True)
@@ -85,14 +85,14 @@ class PrefillLibrary(ABC):
 
     @abstractmethod
     def error(self, shape: AttentionShape) -> str:
-        """Return why layers of this kind cannot be computed, as far as the library says; empty if they can."""
+        """Return the reason for which the library's own rules exclude layers of this kind; empty if there is none."""
 
     @abstractmethod
     def plan(self, shape: AttentionShape, tables: ChunkTables) -> Attend:
         """Prepare the attention of a step's layers of one kind."""
 
     def computes(self, shape: AttentionShape) -> bool:
-        """Whether it computes layers of this kind. One that was not tried when the executor started is tried now."""
+        """Whether it computes layers of this kind. It tries a kind that had no trial at the executor's start."""
         if shape not in self._errors and (error := self.try_out(shape)):
             log.warning("attention of prompts: %s, and Triton's where it cannot: %s", self.name, error)
         return not self._errors[shape]

@@ -143,7 +143,7 @@ def _chosen(rounds: list[_Round], block_size: int) -> list[tuple[Int64s, int]]:
             np.add.at(branches, rounds[number + 1].parents, saved)
         places = np.arange(len(members))
         before = places - starts[chains]
-        # Of several that leave at the same place, the last one stands for all.
+        # Of several that leave at the same place, the last one represents all.
         is_last = np.ones(len(members), bool)
         is_last[:-1] = (common[1:] != common[:-1]) | (chains[1:] != chains[:-1])
         may_share = is_last & (before >= _MIN_QUERIES - 1) & (common * block_size >= _MIN_TOKENS)

@@ -1,7 +1,7 @@
 """Attention of prefill chunks by our kernel for Hopper with specialised warps, as one of the libraries to choose from.
 
 Nothing interprets the language of this kernel, so only a device shows whether it works there. A kernel that waits
-for ever, or makes an illegal access, ends the process in which it runs. So it is tried in a process of its own
+for ever, or makes an illegal access, ends the process in which it runs. So its trial runs in a process of its own
 before an executor launches it, once for each kind of layer, device and version; the verdict is kept beside the kernels
 that Triton has compiled.
 
@@ -82,12 +82,12 @@ class SpecialisedPrefill(PrefillLibrary):
 def begin_trials(shapes: Sequence[AttentionShape], block_size: int, device: torch.device) -> None:
     """Begin the trials that layers of these shapes need, on a thread beside the reading of weights.
 
-    They take 10 s on a device where the kernel was never tried. ``SpecialisedPrefill.error`` waits for their verdicts.
+    They take 10 s on a device that has no verdict yet. ``SpecialisedPrefill.error`` waits for their verdicts.
     """
     library = SpecialisedPrefill(block_size, device)
 
     def run() -> None:
-        with suppress(Exception):  # whatever it is, the choice meets it again and reports it
+        with suppress(Exception):  # the choice meets the same error again and reports it
             for shape in dict.fromkeys(shapes):
                 library.error(shape)
 

@@ -34,7 +34,7 @@ class TorchStep:
         self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
         window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Attend as ``StepAttention`` says, with the decodes in groups and the chunks one by one."""
+        """Attend, see ``StepAttention.attend``, with the decodes in groups and the chunks one by one."""
         if layer.writes_kv:
             layer.write(self.slots, k, v)
         in_place = q.device.type == "cpu" and q.dtype == layer.dtype == torch.float32 and layer.keys.is_contiguous()
@@ -135,7 +135,7 @@ def attend_chunk(
         rows, mask = q.reshape(1, size * heads, dim), seen.repeat_interleave(heads, dim=0)
         return attend(rows, k.transpose(0, 1), v.transpose(0, 1), mask, scale, softcap).view(size, heads, -1)
     # The KV heads become the batch, so that on the CPU the query heads that share one need no copies of it. Whether
-    # all of a GPU's kernels take strides of zero has not been tried.
+    # all of a GPU's kernels take strides of zero is not known.
     queries = q.reshape(size, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3)
     k, v = (t.transpose(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for t in (k, v))
     if q.device.type != "cpu":

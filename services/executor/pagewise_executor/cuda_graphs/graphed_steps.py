@@ -84,7 +84,7 @@ class GraphedSteps(ABC):
 
         This runs before a capture, because such an operation is no failure: some mixtures of experts, for instance,
         copy the sizes of their groups to the host. Large steps, small steps and steps with adapters may run different
-        code, so each is tried.
+        code, so each kind runs once.
         """
         for size, uses in product({self.sizes[0]: None, self.sizes[-1]: None}, self.variants()):
             self.clear(size)
@@ -131,7 +131,7 @@ def capture_graphs(ranks: Ranks, *sorts: GraphedSteps) -> bool:
     """Capture the graphs of all ``sorts`` of steps, which share memory: the sort that takes the most comes first.
 
     This takes seconds. A model that waits for the device cannot be captured, and a capture may fail: then steps of this
-    sort run without graphs on all ranks, and the log says why. Returns whether all have graphs.
+    sort run without graphs on all ranks, and the reason is logged. Returns whether all have graphs.
 
     Raises:
         RuntimeError: a step fails on some ranks only, which are no longer in step with each other.
@@ -164,9 +164,9 @@ def _agree(reason: str | None, ranks: Ranks) -> None:
 
 
 def _agree_before(reason: str | None, ranks: Ranks) -> None:
-    """Raise NoGraphsError if all ranks have a reason. The reason lies in the model, and has ended a step early. A rank
-    without a reason has computed the whole step, and its collectives do not match the collectives of the other ranks
-    any more: RuntimeError."""
+    """Raise NoGraphsError if all ranks have a reason. The reason is a property of the model, and has ended a step
+    early. A rank without a reason has computed the whole step, and its collectives do not match the collectives of the
+    other ranks any more: RuntimeError."""
     possible = ranks.least(reason is None)
     if reason is not None:
         raise NoGraphsError(reason)

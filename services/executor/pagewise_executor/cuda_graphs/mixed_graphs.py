@@ -1,10 +1,10 @@
 """Steps with prefill chunks by CUDA graphs: one graph for each of a ladder of numbers of tokens.
 
 A graph computes the model up to its last norm for a flat batch of decodes and chunks, in any mixture. Each layer
-launches attention twice: that of decodes, whose contexts are split on the device, and that of chunks, whose units lie
-in a static buffer that the host fills in each step; a grid of fixed size takes them in turns. Where a step has no
-decodes or no chunks, there are no units. The head, which wants other tokens in each step, and sampling run behind the
-graph, as they do in vLLM.
+launches attention twice: for decodes, whose contexts are split on the device, and for chunks, whose units are in a
+static buffer that the host fills in each step; a grid of fixed size takes them in turns. Where a step has no decodes or
+no chunks, there are no units. The head, which wants other tokens in each step, and sampling run behind the graph, as
+they do in vLLM.
 """
 
 from bisect import bisect_left
@@ -182,7 +182,7 @@ class MixedGraphs(GraphedSteps):
     def run(
         self, batch: InputBatch, work: StepWork, kept: Int64s, also: Sequence[Array] = ()
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Compute a step; the arguments and results are those of ``ForwardPass.compute``."""
+        """Compute a step; arguments and results: see ``ForwardPass.compute``."""
         rows, positions = batch.flat_batch(work)
         count, decodes = len(rows), len(work.decoding)
         size = self.sizes[bisect_left(self.sizes, count)]

@@ -1,4 +1,4 @@
-"""What a check yields: a result of a kernel beside PyTorch's."""
+"""The results that a check yields: a kernel's beside PyTorch's."""
 
 from typing import NamedTuple
 

@@ -11,13 +11,13 @@ from pagewise_executor.models.recurrent import CONV, RECURRENT, StateKey
 from pagewise_executor.models.triton_recurrence import kernels_of
 
 _LONG = CHUNK + 6
-"""Tokens of a sequence that begins, in two chunks; another one goes on with one token."""
+"""Tokens of a sequence that begins, in two chunks; another sequence continues with one token."""
 _STEPS = 4
 """Rounding adds up over the tokens of a sequence: so many times the tolerance of one result is allowed."""
 
 
 def recurrent_layers(use: KernelUse) -> Iterator[Compared]:
-    """A sequence with one token, which has a state, and one that begins with several."""
+    """A sequence with one token, which has a state, and another one that begins with several tokens."""
     tolerance = _STEPS * TOLERANCE[use.dtype]
     for plain in use.recurrent:
         layer = kernels_of(plain, use.device)

@@ -1,4 +1,4 @@
-"""The forms of recurrent layers whose kernels are checked: those of a model, or typical ones."""
+"""The forms of recurrent layers whose kernels are checked: a model's, or typical ones."""
 
 from typing import Any
 

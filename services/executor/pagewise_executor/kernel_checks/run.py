@@ -42,7 +42,7 @@ def check_kernels(
     """Check the kernels that an executor with this model uses. ``pages``: see ``use_of``.
 
     Raises:
-        ModelError: one of them fails, or computes something else than PyTorch; the text names it.
+        ModelError: one of them fails, or its results differ from PyTorch's; the text names it.
     """
     began = time.perf_counter()
     use = use_of(config, loaded, kv_dtype, pages)

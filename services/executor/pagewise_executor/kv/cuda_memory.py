@@ -83,7 +83,7 @@ class CudaMemory:
         size = -(-size // self.page) * self.page
         address = int(self._call("cuMemAddressReserve", size, self.page, 0, 0))
         self._sizes[address] = size
-        # Torch asks the driver to which device an address belongs, which it knows only while something is mapped there.
+        # Torch asks the driver to which device an address belongs, which it knows only while memory is mapped there.
         self.map(address, 0, self.page)
         tensor = self._tensor_at(address, size)
         self._unmap({address})

@@ -30,8 +30,8 @@ Raw = Any
 """Bytes of blocks: a numpy array on the CPU, else a tensor. Both are indexed alike."""
 
 KVShape = tuple[int, int] | tuple[int, int, int] | tuple[int, int, int, int]
-"""KV heads and head size of a layer; if it keeps one vector for key and value, the size of the vector, that of values,
-and that of keys unless they are the whole vector: see ``KVPool``."""
+"""KV heads and head size of a layer. If it keeps one vector for key and value: the sizes of the vector, of values, and
+of keys unless they are the whole vector (see ``KVPool``)."""
 BlockIds = npt.NDArray[np.int32]
 Layout = Literal["layers", "blocks", "tokens"]
 
@@ -114,7 +114,7 @@ class KVPool:
         self.layers = list(map(KVLayer, self.keys, self.values, self.scales))
 
     def over(self, memory: torch.Tensor, num_blocks: int) -> "KVPool":
-        """Return a pool in the layout of this one that lies in ``memory`` uint8 [num_blocks * bytes_per_block]."""
+        """Return a pool in the layout of this one over ``memory`` uint8 [num_blocks * bytes_per_block]."""
         return self._over(num_blocks, memory=memory)
 
     def _apart(self, parts: list[_Part]) -> list[torch.Tensor]:
@@ -125,7 +125,7 @@ class KVPool:
         return [_view(self._region(1, part.size)[0], part) for part in parts]
 
     def _together(self, parts: list[_Part], by_token: bool) -> list[torch.Tensor]:
-        """Allocate one region in which all parts of a block lie next to each other, or those of each token in it."""
+        """Allocate one region in which all parts of a block, or of each token in it, are next to each other."""
         region = self._region(1, self.bytes_per_block)[0]
         if by_token:
             region = region.view(self.num_blocks, self.block_size, -1)
@@ -211,7 +211,7 @@ class KVPool:
 
 
 def no_room_for_pool(device: torch.device, size: int) -> ModelError:
-    """Return the error that says that a device has no room for a KV pool of ``size`` bytes."""
+    """Return the error for a device that has no room for a KV pool of ``size`` bytes."""
     return ModelError(
         f"not enough memory on {device} for a KV pool of {size_text(size)}: is another process using it? Ask for less "
         "with --kv-memory, or name another GPU in CUDA_VISIBLE_DEVICES"
@@ -222,8 +222,8 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
     """Return ``size`` bytes that are zero: uint8 [size].
 
     On the CPU, blocks take no physical memory before they are written for the first time: filling gigabytes with zeros
-    takes as long as importing torch. Not ``numpy.zeros``, which asks for huge pages: where those are emulated, as in
-    some virtual machines, writing to new memory took five times as long as with ordinary pages.
+    takes as long as importing torch. Not ``numpy.zeros``, which asks for huge pages: where huge pages are emulated, as
+    in some virtual machines, writing to new memory took five times as long as with ordinary pages.
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)

@@ -1,9 +1,9 @@
 """Page tables: block tables applied by the memory management unit instead of by attention (``--kv-mapping mmu``).
 
 Each row of the input batch has a range of virtual addresses. The blocks of its block table are mapped into it one after
-the other, so the context of the row lies at consecutive addresses, and attention needs neither block tables nor copies.
-A block that several rows share is the same physical memory at several addresses. The pool itself is mapped as a whole,
-so everything else (slot mappings, copies between blocks, tiers, peers) works as with block tables.
+the other, so the context of the row has consecutive addresses, and attention needs neither block tables nor copies. A
+block that several rows share is the same physical memory at several addresses. The pool itself is mapped as a whole, so
+everything else (slot mappings, copies between blocks, tiers, peers) works as with block tables.
 
 Source: vAttention (arXiv 2405.04437), which maps memory that is not shared; its tensor slicing is the layout "tokens".
 """
@@ -168,7 +168,7 @@ class PageTables:
     The range of a row has the layout of a pool of ``max_blocks`` blocks. A row that leaves keeps its mappings until the
     next row replaces them: blocks that both rows have, of a system prompt for instance, are not mapped again.
 
-    ``num_calls``, ``num_mapped``: the calls that mapped something, and the blocks that they mapped in all rows.
+    ``num_calls``, ``num_mapped``: the calls that mapped blocks, and the blocks that they mapped in all rows.
 
     Raises:
         ModelError: a block is no whole number of pages in each layer, there could be too many mappings, or there is not

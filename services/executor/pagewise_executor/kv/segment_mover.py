@@ -19,7 +19,8 @@ class KeyRotation(NamedTuple):
     """RoPE (arXiv 2104.09864) of one layer's keys.
 
     ``frequencies``: float32 [pairs], radians per position, of the first ``2 * pairs`` elements of a head; empty: the
-    keys of this layer know no positions. ``interleaved``: a pair lies side by side, else ``pairs`` elements apart.
+    keys of this layer know no positions. ``interleaved``: the elements of a pair are adjacent, else ``pairs`` elements
+    apart.
     """
 
     frequencies: torch.Tensor

@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = {
     "architectures", "auto_map", "aux_loss_alpha", "dtype", "model_type", "quantization_config", "rope_scaling",
     "rope_theta", "seq_aux", "torch_dtype", "transformers_version",
 }  # fmt: skip
-"""Settings that are for training, or that transformers reads whatever the model is."""
+"""Settings for training, and settings that transformers reads for all models."""
 
 
 def model_type(path: Path) -> str | None:

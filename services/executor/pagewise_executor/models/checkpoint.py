@@ -38,7 +38,8 @@ class Checkpoint:
     Raises:
         NotReadableError: the files do not have exactly the weights of the model, and are not quantised; or they have a
             tensor of a quantised layer that is not known.
-        ModelError: linear layers are not stored as ``quantised`` says, or weights are missing or have another shape.
+        ModelError: linear layers are not stored in the format of ``quantised``, or weights are missing or have another
+        shape.
     """
 
     rope = FixedRope()
@@ -249,7 +250,7 @@ def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, tensors: Map
     """Replace the linear layers of a model that are quantised in the files. ``tensors``: by their names in the model.
 
     Raises:
-        ModelError: a weight is of another type than the configuration says.
+        ModelError: a weight and the configuration differ in type.
     """
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:

@@ -22,7 +22,7 @@ from pagewise_executor.models.llama_config import NotReadableError
 log = logging.getLogger(__name__)
 
 _MOST_SECONDS = 60
-"""After this time the executor goes on, and compiles the remaining kernels when it launches them."""
+"""After this time the executor starts without waiting, and compiles the remaining kernels when it launches them."""
 _OPTIONS = (
     "max_num_seqs", "max_num_batched_tokens", "max_model_len", "dtype", "quantization", "deterministic", "block_size",
     "kv_dtype", "kv_layout", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",
@@ -57,7 +57,7 @@ class Compilation:
         )
 
     def wait(self) -> None:
-        """Wait until the kernels are compiled, for a limited time. If that fails, the log says why."""
+        """Wait until the kernels are compiled, for a limited time. The reason of a failure is logged."""
         waited, said = time.perf_counter(), b"it takes too long"
         try:
             _, said = self._process.communicate(timeout=_MOST_SECONDS)

@@ -1,7 +1,7 @@
 """Routers and experts of mixtures by the CPU operations, in place of modules of transformers.
 
-A module is replaced if the operations in C compute the same for tokens that show how it computes. So families need no
-list, and what they do not compute stays as it is.
+A module is replaced if the operations in C compute the same results for sample tokens. So families need no list, and
+other modules stay as they are.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Recurrent modules by the CPU operations: gated delta nets, KDA, Mamba-2 and short convolutions of any family.
 
-A module is found by what it does (``recurrence_trial.py``). What fits no form is computed by PyTorch.
+A trial finds the form of a module (``recurrence_trial.py``). PyTorch computes modules that fit no form.
 """
 
 import itertools
@@ -25,7 +25,7 @@ _TYPES = (torch.float32, torch.bfloat16)
 
 
 class CpuRecurrence:
-    """Computes tokens of sequences. ``chunks``: also several tokens of a sequence, and those with which it begins."""
+    """Computes tokens of sequences. ``chunks``: also several tokens of a sequence, and the first tokens of one."""
 
     def __init__(self, projections: Projections, step: "RecurrentStep", out: nn.Module, *, chunks: bool) -> None:
         self._projections, self._step, self._out, self.chunks = projections, step, out, chunks
@@ -81,7 +81,7 @@ class _TriedStep:
 
 
 def find_recurrences(model: nn.Module, layers: Sequence[RecurrentLayer]) -> dict[str, CpuRecurrence]:
-    """Return what computes tokens as recurrent modules of a model do, by their names."""
+    """Return the replacements of a model's recurrent modules, by the names of the modules."""
     found = {}
     for layer in layers:
         config: Any = model.config

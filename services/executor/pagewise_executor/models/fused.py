@@ -46,7 +46,8 @@ _DECODERS = {
 
 
 _PLAIN_HEADS = {"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}
-"""Classes of transformers whose logits are what their head makes of the decoder's output."""
+"""Classes of transformers that compute the logits by their head from the decoder's output, without further
+operations."""
 
 
 class CausalLMOutput(NamedTuple):
@@ -197,7 +198,7 @@ def plain_logits(
 ) -> CausalLMOutput:
     """Compute the logits of ids and positions [1, tokens], at the indices ``logits_to_keep``, or at all if 0.
 
-    Of a model whose logits are what ``lm_head`` makes of the hidden states of its decoder, ``model``.
+    The model computes them by ``lm_head`` from the hidden states of its decoder, ``model``, without further operations.
     """
     hidden = model.model(input_ids=input_ids, position_ids=position_ids).last_hidden_state
     if isinstance(logits_to_keep, torch.Tensor):

@@ -29,7 +29,7 @@ def candidates(config: ExecutorConfig, device: torch.device, dtype: torch.dtype,
     the CPU, and last PyTorch, which computes every model.
 
     Raises:
-        ModelError: options cannot be fulfilled; the text says why.
+        ModelError: options cannot be fulfilled.
     """
     if config.quantization != "none" and (error := _error_of_quantisation(config, device, dtype, stored)):
         raise ModelError(f"--quantization {config.quantization}: {error}")
@@ -61,7 +61,7 @@ def choose_kernels(config: ExecutorConfig, found: Candidates, layers: Sequence[A
     prefers others, which cannot compute the model, or this processor runs a wider variant of the CPU operations.
 
     Raises:
-        ModelError: the kernels that an option names cannot compute the model; the text says why.
+        ModelError: the kernels that an option names cannot compute the model.
     """
     checks = {"triton": partial(_error_for_triton, layers), "cpu": partial(_error_for_cpu_kernels, layers)}
     fitting, unfit = _fitting(config, found.kernels, found.unfit, checks)

@@ -42,7 +42,8 @@ def find_key_rotations(
     """Return the rotation of each layer's keys. ``attention``: the modules that call ``paged_attention``.
 
     Raises:
-        UnknownRotationError: a layer's keys change with their position in another way, or the model cannot be tried.
+        UnknownRotationError: a layer's keys change with their position in another way, or a trial of the model is
+        impossible.
     """
     if any(isinstance(module, LongRope) for module in model.modules()):
         raise UnknownRotationError("how its keys are rotated depends on the length of the sequence (LongRoPE)")

@@ -8,9 +8,9 @@ from pagewise_executor.attention.stored_once import StoredOnce
 
 
 def store_once(model: nn.Module) -> None:
-    """Let the attention modules of a model whose keys are made of their values keep both as one vector.
+    """Let the attention modules that compute their keys from their values keep both as one vector.
 
-    Those of which other layers read K and V keep both, and so do those that rotate whole keys.
+    Modules whose K and V other layers read keep both, and so do modules that rotate whole keys.
     """
     for module in list(model.modules()):
         attention: Any = module

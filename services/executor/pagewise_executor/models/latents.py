@@ -99,7 +99,7 @@ def absorb_latents(model: nn.Module) -> None:
 
 
 def _stored(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key and the value of tokens as the pool keeps them, instead of those of every head.
+    """Return the key and the value of tokens as the pool keeps them, instead of the keys and values of every head.
 
     latent [1, 1, tokens, latent], rotated [1, 1, tokens, rotated]. The value is the end of the key. The rotated part
     comes first, where other models have it too: so segments are moved like theirs.

@@ -16,7 +16,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class NotReadableError(Exception):
-    """A checkpoint is not one that is loaded without transformers; the text says why."""
+    """A checkpoint cannot be loaded without transformers."""
 
 
 class DefaultRope(msgspec.Struct, kw_only=True, tag_field="rope_type", tag="default", forbid_unknown_fields=True):
@@ -120,7 +120,7 @@ class Llama(LlamaConfig, kw_only=True, tag="llama", forbid_unknown_fields=True):
     """Llama."""
 
     architectures: tuple[Literal["LlamaForCausalLM"]]
-    attention_bias: bool = False  # type: ignore[misc] # it hides that of the class
+    attention_bias: bool = False  # type: ignore[misc] # it hides the field of the class
     mlp_bias: bool = False  # type: ignore[misc]
 
 

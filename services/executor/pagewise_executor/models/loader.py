@@ -61,12 +61,10 @@ class LoadedModel:
     ``attention``: the attention modules in layer order. ``layers``: their shapes. ``sources``: the layer whose K and V
     each layer reads, as ``kv_sources`` returns it; empty: each reads its own. ``kernels``: of attention and the
     small operations of fused layers. ``fallback``: the kernels, or a linear layer, are slower ones than preferred.
-    ``rotations``: of the keys of each layer of the pool; empty if ``no_segments`` says why KV cannot be moved to other
-    positions.
-    ``recurrent``: the layers that keep states, in order.
-    ``ranks``: hold a part of the model each; the model, ``layers`` and ``recurrent`` are this rank's, the other
-    properties the whole model's. ``shards``: the division among ranks; None: there is one rank. ``rope``: the result
-    of ``fix_rope``.
+    ``rotations``: of the keys of each layer of the pool; empty if ``no_segments`` has the reason for which KV cannot be
+    moved to other positions. ``recurrent``: the layers that keep states, in order. ``ranks``: hold a part of the model
+    each; the model, ``layers`` and ``recurrent`` are this rank's, the other properties the whole model's. ``shards``:
+    the division among ranks; None: there is one rank. ``rope``: the result of ``fix_rope``.
     """
 
     model: torch.nn.Module
@@ -90,7 +88,7 @@ class LoadedModel:
 
     @property
     def kv_layers(self) -> list[int]:
-        """The layers that have K and V of their own, in order: those of the pool."""
+        """The layers that have K and V of their own, in order: the layers of the pool."""
         return sorted(set(self.sources)) or list(range(len(self.layers)))
 
     @property
@@ -110,7 +108,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     """Find, check and load the model that ``config`` names, or this rank's part of it.
 
     Raises:
-        ModelError: the model cannot be found, read or run; the text says why.
+        ModelError: the model cannot be found, read or run.
     """
     path = resolve_model(config.model, config.revision, remote_code=config.trust_remote_code)
     quantised = _kept(read_quantisation(config.model, path, config.kv_dtype), ranks)
@@ -142,7 +140,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
             )
     attention = attention_modules(config.model, model, text)
     layers, sources = [attention_shape(module, text, dtype) for module in attention], kv_sources(attention, text)
-    # A model without weights cannot be tried before they are read.
+    # A model without weights cannot run before they are read.
     found = _key_rotations(config.model, model, attention, device, checkpoint) if stored is checkpoint else None
     kernels, fallback = choose_kernels(config, able, layers)
     if kernels == "triton" and device.type == "cuda":

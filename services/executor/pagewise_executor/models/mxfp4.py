@@ -47,7 +47,8 @@ class Experts:
 
 
 def joined(tensors: dict[str, Slice], dtype: torch.dtype) -> dict[str, Slice]:
-    """Return the tensors of a checkpoint by name, with those of each weight in MXFP4 as this one weight."""
+    """Return the tensors of a checkpoint by name, in which one entry takes the place of the tensors of each weight in
+    MXFP4."""
     found: dict[str, Slice] = {}
     for name, tensor in tensors.items():
         if name.endswith(MXFP4_WEIGHTS):

@@ -34,7 +34,7 @@ class Mxfp4Experts(nn.Module):
             self.register_parameter(f"{name}_bias", getattr(source, f"{name}_bias"))
 
     def weights(self) -> tuple[Mxfp4Weights, Mxfp4Weights]:
-        """Return the weights of gate and up, whose outputs take turns, and those of down."""
+        """Return the weights of gate and up, whose outputs take turns, and the weights of down."""
         gate_up, down = (
             Mxfp4Weights(*(getattr(self, f"{name}_{part}").detach() for part in ("blocks", "scales", "bias")))
             for name in _LINEARS

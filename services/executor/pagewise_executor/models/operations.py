@@ -173,7 +173,7 @@ class CpuOperations(Operations):
         self._rms_norm, self._silu_mul, self._rotation = operations.rms_norm, operations.silu_mul, attention.Rotation
 
     def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
-        """Return a function from positions to their rotation, which it looks up among those of all positions so far."""
+        """Return a function from positions to their rotation, which it looks up in a table of all positions so far."""
         return _Rotations(angles, max_model_len)
 
     def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TORCH_VERSIONS = ((2, 11), (2, 15))
-"""The first and the last PyTorch with which ``PackedLinear`` was tried. No public function reorders a weight:
+"""The first and the last PyTorch with which ``PackedLinear`` was tested. No public function reorders a weight:
 ``torch.utils.mkldnn`` does so for convolutions only, which take longer."""
 _ROWS = 32  # the batch size that the layout is made for; others work as well
 _TYPES = (torch.float32, torch.bfloat16)

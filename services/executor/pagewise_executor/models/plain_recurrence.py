@@ -38,7 +38,7 @@ class PlainRecurrence:
     def compute(self, projected: torch.Tensor, states: States, *, begun: bool) -> torch.Tensor:
         """Return outputs [sequences, tokens, inner] for ``projected`` [sequences, tokens, size].
 
-        ``begun``: the states are those behind earlier tokens; else they have no meaning yet.
+        ``begun``: the states are of earlier tokens; else the sequences begin, and the states have no meaning yet.
         """
         weights, places, rows = self.weights, self.places, projected.float()
         inputs = rows[..., places.conv]

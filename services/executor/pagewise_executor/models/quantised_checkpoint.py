@@ -120,7 +120,7 @@ class QuantisedCheckpoint:
         ``stored``: the type of its weight in the file, None if there is none, as for a tied head.
 
         Raises:
-            ModelError: the weight is of another type than the configuration says.
+            ModelError: the weight and the configuration differ in type.
         """
         found = next((scheme for pattern, scheme in self._schemes if pattern.match(linear)), None)
         if stored not in _STORED and (found is None or stored is None or not self._strict):

@@ -86,7 +86,7 @@ class FamilyCheckpoint(Checkpoint):
 
 
 def _place_experts(model: nn.Module, names: tuple[str, str, str]) -> None:
-    """Give each expert of a model linear layers of its own; ``names``: of those for gate, up and down."""
+    """Give each expert of a model linear layers of its own; ``names``: of the layers for gate, up and down."""
     for path, module in list(model.named_modules()):
         if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             model.set_submodule(path, Experts(module, names))

@@ -1,10 +1,10 @@
-"""Which form of an operation computes what a recurrent module computes between its projections.
+"""Which form of an operation computes the part of a recurrent module between its projections.
 
-The projections of a module are the parts that get its input, and those that get what these give. When numbers take
-the place of what they give, its conv state and the gate of its norm tell which outputs these come from. What is left
-has few possible orders. They are tried, as the forms of the norm are, until the operation gives the outputs and states
-of the module for tokens that show how it computes. Operations are those of the CPU, or the plain form by which the
-Triton kernels are checked.
+The linear layers that get the module's input are projections, and so are the layers that get the outputs of these.
+If numbers replace their outputs, the conv state and the gate of the norm show which outputs are the inputs of the
+convolution and of the gate. The remaining outputs have few possible orders. The trial computes sample tokens with each
+order and each form of the norm, until the operation returns the outputs and states of the module. Operations are the
+CPU operations, or the plain form by which the Triton kernels are checked.
 
 The trial is in float32 on the CPU, also of models of other types and devices: a copy of the module computes between
 the projections, which stay where they are.
@@ -32,14 +32,14 @@ _SIZES = torch.tensor([0.3, 1.0, 1.0, 3.0])
 _CHUNKS = (3, True), (5, False)
 """The chunks of comparisons: tokens of each sequence, and whether it has states."""
 _MOST = 1e-4
-"""By so much of the largest value, results may be apart."""
+"""The greatest difference between results, relative to the largest value."""
 
 
 class Projections:
     """From hidden states [tokens, size] to rows of projections [tokens, outputs].
 
-    ``chains``: of modules, each of which gets what the one before gives. Hidden states are multiplied by ``scale``
-    before, and the outputs of all chains by ``vector`` [outputs] behind.
+    ``chains``: of modules, each of which gets the output of the module before it. Hidden states are multiplied by
+    ``scale`` before, and the outputs of all chains by ``vector`` [outputs] behind.
     """
 
     def __init__(self, chains: Sequence[Sequence[nn.Module]], scale: float, vector: torch.Tensor | None) -> None:
@@ -65,8 +65,8 @@ class Step(Protocol):
     def compute(self, projected: torch.Tensor, states: Mapping[StateKey, torch.Tensor], *, begun: bool) -> torch.Tensor:
         """Return outputs [sequences, tokens, inner] for ``projected`` [sequences, tokens, size], all in float32.
 
-        The states [sequences, *shape] are updated in place. ``begun``: they are those behind earlier tokens; else they
-        have no meaning yet.
+        The states [sequences, *shape] are updated in place. ``begun``: they are states of earlier tokens; else the
+        sequences begin, and the states have no meaning yet.
         """
         ...
 
@@ -100,7 +100,7 @@ class _InFloat32(nn.Module):
 
 
 class _Call(NamedTuple):
-    """A part of a module that was called, with what it got and gave."""
+    """A call of a part of a module, with its inputs and its result."""
 
     part: nn.Module
     given: tuple[Any, ...]
@@ -108,8 +108,8 @@ class _Call(NamedTuple):
 
 
 class _Case(NamedTuple):
-    """What a module computes of the tokens ``hidden`` [sequences, tokens, size]. ``begun``: the sequences have states;
-    ``after``: the states behind these tokens; ``last``: the call whose result is that of the module, or None."""
+    """The computation of a module for the tokens ``hidden`` [sequences, tokens, size]. ``begun``: the sequences have
+    states; ``after``: the states behind these tokens; ``last``: the call that returns the module's result, or None."""
 
     hidden: torch.Tensor
     begun: bool
@@ -119,7 +119,8 @@ class _Case(NamedTuple):
 
 
 class RecurrenceTrial(Generic[StepT]):
-    """A recurrent module, and what it computes of tokens of some sequences. ``size``: of hidden states."""
+    """Runs a recurrent module on tokens of some sequences, and finds the form that computes the same. ``size``: of
+    hidden states."""
 
     def __init__(self, module: nn.Module, states: Sequence[State], size: int, make: "Make[StepT]") -> None:
         self._states, self._size, self._make = states, size, make
@@ -128,7 +129,7 @@ class RecurrenceTrial(Generic[StepT]):
 
     @torch.no_grad()
     def find(self) -> Form[StepT] | None:
-        """Return what computes the same; None: the operations do not."""
+        """Return the form that computes the same; None if no form does."""
         types = {state.key[0]: state.dtype for state in self._states}
         dimensions = {state.key: len(state.shape) for state in self._states}
         if dimensions not in ({(CONV, 0): 2}, {(CONV, 0): 2, (RECURRENT, 0): 3}):
@@ -189,7 +190,7 @@ class RecurrenceTrial(Generic[StepT]):
     ) -> tuple[Any, list[_Call]]:  # fmt: skip
         """Let the module compute tokens, and update ``states``; return its outputs and its calls.
 
-        ``instead``: what takes the place of the results of parts.
+        ``instead``: values that replace the results of parts.
         """
         calls: list[_Call] = []
 
@@ -244,7 +245,7 @@ class RecurrenceTrial(Generic[StepT]):
             return
         conv, gate, rest = self._sources(norm, ends, outs, vector)
         if not torch.equal(torch.cat([conv, gate, rest]).sort().values, torch.arange(total)):
-            return  # something is computed of the projections first
+            return  # the module computes with the projections first
         skip, weight = parameters.get("D"), getattr(norm, "weight", None)
         inner, heads, key = gate.numel(), *self._shapes[RECURRENT, 0][:: 1 if skip is None else 2][:2]
         sizes, groups = [1], max(1, (conv.numel() - inner) // (2 * key))
@@ -272,7 +273,7 @@ class RecurrenceTrial(Generic[StepT]):
             )  # fmt: skip
 
     def _computes(self, projections: Projections, step: StepT, case: _Case) -> bool:
-        """Return whether an operation computes what the last projection of a module gets, and the states."""
+        """Return whether an operation computes the input of a module's last projection, and the states."""
         if case.last is None:
             return False
         states, (count, tokens, _) = self._before(begun=case.begun), case.hidden.shape
@@ -284,7 +285,7 @@ class RecurrenceTrial(Generic[StepT]):
 
 
 def _chains(calls: Sequence[_Call], hidden: torch.Tensor) -> tuple[list[list[nn.Module]], float]:
-    """Return the chains of projections, and by what hidden states are multiplied before them."""
+    """Return the chains of projections, and the factor that the module multiplies hidden states by before them."""
     found: list[tuple[list[nn.Module], Any]] = []
     scale = 1.0
     for part, given, result in calls:
@@ -301,7 +302,7 @@ def _chains(calls: Sequence[_Call], hidden: torch.Tensor) -> tuple[list[list[nn.
 
 
 def _ratio(given: torch.Tensor, hidden: torch.Tensor) -> float | None:
-    """Return by what hidden states were multiplied; None: something else was done to them."""
+    """Return the factor between hidden states and the input of a part; None if there is no common one."""
     if given.shape != hidden.shape:
         return None
     at = hidden.abs().argmax()

@@ -59,7 +59,7 @@ class StateCache:
     """The cache of transformers that a recurrent module gets, with the states of a batch of sequences.
 
     ``held``: the states by key, [sequences, *shape], which are updated in place. ``begun``: they are the states behind
-    earlier tokens of the sequences; else the sequences begin, and what is held has no meaning yet.
+    earlier tokens of the sequences; else the sequences begin, and their values have no meaning yet.
     """
 
     def __init__(self, held: Mapping[StateKey, torch.Tensor], *, begun: bool) -> None:
@@ -87,7 +87,8 @@ class StateCache:
     ) -> torch.Tensor:
         """Keep the end of the inputs of a convolution [sequences, channels, tokens].
 
-        Returns them behind those that were kept; or, of sequences that begin, at least as many as are kept.
+        Returns the kept inputs followed by the new ones; for sequences that begin, the new ones, padded to at least the
+        number that is kept.
         """
         key = CONV, state_idx
         held, known = self._held[key], key in self._known
@@ -136,13 +137,13 @@ class RecurrentContext:
 
 
 class _Place:
-    """Where a state lies in a block: its first byte is ``start``, and pages have ``page_bytes`` bytes."""
+    """The bytes of a state in a block: the first one is ``start``, and pages have ``page_bytes`` bytes."""
 
     def __init__(self, state: State, start: int, page_bytes: int) -> None:
         self.state = state
         stop = start + state.num_bytes
-        # A part lies in the pages [first, last) of the block, in each of which it is [low, high); the state's bytes
-        # from ``at`` on. Pages that the state fills are one part.
+        # A part takes the bytes [low, high) of each of the pages [first, last) of the block; the state's bytes from
+        # ``at`` on. Pages that the state fills are one part.
         self._parts: list[tuple[int, int, int, int, int]] = []
         at = start
         while at < stop:
@@ -273,9 +274,9 @@ def page_states(
     context: RecurrentContext,
     operations: Mapping[str, Operation],
 ) -> list[PagedRecurrence]:
-    """Let the recurrent modules of a model keep their states in pages; return what replaces their forward passes.
+    """Let the recurrent modules of a model keep their states in pages; return the replacements of their forward passes.
 
-    ``operations``: what computes tokens in place of the modules with these names.
+    ``operations``: compute tokens in place of the modules with these names.
     """
     found = []
     for layer in layers:

@@ -2,8 +2,8 @@
 
 Each rank computes some heads of a recurrent module, and keeps their states. A weight may have several parts one after
 the other, such as the queries, keys and values that a convolution gets; each of these is cut. Groups of Mamba-2, whose
-B and C several heads read, may be fewer than ranks: then neighbours have the same group, and a gated norm, which goes
-over all heads of a group, sums over these ranks.
+B and C several heads read, may be fewer than ranks: then neighbours have the same group, and a gated norm, which covers
+all heads of a group, sums over these ranks.
 """
 
 import itertools
@@ -144,8 +144,7 @@ class GatedNormOverRanks(nn.Module):
 
 
 def _gated_norm_over_ranks(norm: Any, name: str, groups: int, ranks: Ranks) -> GatedNormOverRanks:
-    """Return a norm over ``groups`` of the heads of all ranks for one over those of this rank, which shows how it
-    rounds.
+    """Return a norm over ``groups`` of the heads of all ranks that rounds like ``norm``, a norm over this rank's heads.
 
     Raises:
         UnknownShardError: it is no gated RMS norm.
@@ -164,8 +163,8 @@ def _gated_norm_over_ranks(norm: Any, name: str, groups: int, ranks: Ranks) -> G
 def connect_recurrent(model: nn.Module, shards: Shards | None, layers: Sequence[RecurrentLayer]) -> None:
     """Join the recurrent modules of a model, which ``connect`` has connected, to those of the other ranks.
 
-    Norms over heads of several ranks take the place of those over heads of this rank. A step computes a module in
-    several batches, and the outputs of all of them are summed at once: those of the module, not of its last projection.
+    Norms over heads of several ranks replace norms over this rank's heads. A step computes a module in several batches,
+    and the ranks sum all their outputs at once: the outputs of the module, not of its last projection.
 
     Raises:
         UnknownShardError: a norm is of no known kind.

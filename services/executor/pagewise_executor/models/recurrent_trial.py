@@ -1,4 +1,4 @@
-"""What the recurrent modules of a model without weights keep between tokens, found by what they do with a cache.
+"""The states that the recurrent modules of a model without weights keep, found by recording their use of a cache.
 
 Its tensors have shapes and types, and gradients tell which tensors an output depends on.
 """
@@ -17,7 +17,7 @@ from pagewise_executor.models.support import WITHOUT_EFFECT
 _WITHOUT_EFFECT = WITHOUT_EFFECT | {"conv_mask", *CACHES}
 """Arguments that recurrent modules get and that change nothing in a flat batch, which has no padding."""
 _LATER = (1, 4)
-"""Tokens of the continuations that are tried."""
+"""The numbers of tokens of the trial continuations."""
 
 
 class _FirstCache(StateCache):
@@ -48,9 +48,9 @@ class _FirstCache(StateCache):
 
 
 class RecordedModule:
-    """Stands in for the forward pass of a module that gets a cache.
+    """Replaces the forward pass of a module that gets a cache, and records the states that it keeps there.
 
-    ``states``: what it keeps there; none if it does not use it. ``layers``: the layers whose states these are.
+    ``states``: none if the module does not use the cache. ``layers``: the layers that have these states.
     ``unfit``: why the states cannot be kept in pages, as a part of a sentence; empty: they can.
     """
 
@@ -92,7 +92,7 @@ class RecordedModule:
             held = {
                 state.key: torch.zeros(
                     1, *state.shape, dtype=state.dtype, device="meta", requires_grad=state.key == key
-                ).mul(1)  # what is updated in place is no leaf
+                ).mul(1)  # a leaf cannot be updated in place
                 for state in self.states
             }
             hidden = torch.zeros(1, count, *self._size, dtype=self._dtype, device="meta")
@@ -102,7 +102,7 @@ class RecordedModule:
 
 @contextmanager
 def recording(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, RecordedModule]]:
-    """Record what ``modules`` keep while the model computes within."""
+    """Record the states that ``modules`` keep while the model computes within."""
     found = {name: RecordedModule(module) for name, module in modules.items()}
     for name, module in modules.items():
         module.forward = found[name]

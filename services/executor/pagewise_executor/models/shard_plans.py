@@ -1,8 +1,9 @@
 """How the weights of a model of transformers are divided among ranks.
 
 transformers has a plan for most of its models, which leaves out attention or shared experts in some, and gathers the
-outputs of attention's projections in others, whose norms go over all heads. What the structure of modules says comes
-before it. A rank's part of the model is tried without weights (``loader``), so what does not fit together is found.
+outputs of attention's projections in others, whose norms cover all heads. The structure of the modules takes precedence
+over it. A rank's part of the model is computed without weights first (``loader``), which finds parts that do not fit
+together.
 """
 
 import re
@@ -44,7 +45,7 @@ def division_plan(model: Any, vocabulary: VocabularyNames) -> dict[str, Style]:
     ``model``: the whole model, on any device. ``vocabulary``: the names of its embedding and head.
 
     Raises:
-        UnknownShardError: it has none, or one that is not known here.
+        UnknownShardError: it has no plan, or an unknown style.
     """
     known: dict[str, str] = model.tp_plan
     plan: dict[str, Style] = {**known, **latent_plan(model)}
@@ -65,7 +66,7 @@ def division_plan(model: Any, vocabulary: VocabularyNames) -> dict[str, Style]:
 
 
 def _styles(module: Any, name: str, known: dict[str, str]) -> Iterator[tuple[str, Style]]:
-    """Yield the styles of the parts of a module which its structure says; an empty name: of the module itself.
+    """Yield the styles of the parts of a module that follow from its structure; an empty name: of the module itself.
 
     ``name``: of the module in the plan ``known`` of transformers.
     """

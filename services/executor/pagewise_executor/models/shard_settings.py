@@ -26,7 +26,7 @@ def shard_config(name: str, text: Any, size: int) -> None:
     """Change the configuration ``text`` of a whole model to the sizes of the part of one of ``size`` ranks.
 
     Raises:
-        ModelError: the model cannot be divided like that; the text says which numbers of ranks are possible.
+        ModelError: the model cannot be divided like that; the text names the possible numbers of ranks.
     """
     if size == 1:
         return
@@ -85,7 +85,7 @@ def _divide_layers(name: str, text: Any, size: int) -> None:
     """Divide the KV heads of the layers of a heterogeneous configuration among ``size`` ranks.
 
     Raises:
-        ModelError: the layers differ in settings of which nothing says how they are divided.
+        ModelError: the layers differ in settings that have no known division.
     """
     if unknown := set(text.per_layer_attributes) - _DIFFERING:
         raise ModelError(f"--tensor-parallel {size}: the layers of {name} differ in {', '.join(sorted(unknown))}")
@@ -98,7 +98,7 @@ def _divide_layers(name: str, text: Any, size: int) -> None:
 def _indivisible(counts: Mapping[str, int | list[int]], shared: Mapping[str, Collection[int]], size: int) -> str:
     """Return the setting that is not divisible by ``size``, as a part of a sentence; empty if all are.
 
-    ``shared``: counts of what several ranks may share, with each count that layers have.
+    ``shared``: counts of parts that several ranks may share, with each count that layers have.
     """
     for key, count in counts.items():
         if any(not isinstance(one, int) or one % size for one in (count if isinstance(count, list) else [count])):
@@ -113,7 +113,7 @@ def _is_mamba(text: Any) -> bool:
 
 def _divide_recurrent(text: Any, size: int) -> None:
     """Change settings of recurrent layers, from which the sizes of their modules follow by rounding, to the sizes of
-    the part of one of ``size`` ranks. The numbers of heads are still those of the whole model."""
+    the part of one of ``size`` ranks. The numbers of heads are still the whole model's."""
     if getattr(text, "block_auto_adjust_ff_dim", False):
         from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 

@@ -3,7 +3,7 @@
 A rank's part is a smaller model of the same family: fewer heads, a narrower MLP, a part of the vocabulary. So its
 modules are built from a configuration with these sizes (``shard_settings.py``), and compute as they are. ``connect``
 adds the sums over all ranks, behind attention and the MLP of each layer and behind the embedding, and gathers the
-logits. A plan (``shard_plans.py``) says along which dimension each weight is cut. transformers itself would use
+logits. A plan (``shard_plans.py``) has the dimension along which each weight is cut. transformers itself would use
 DTensor, with which a step took 33 ms instead of 6.7 ms.
 """
 

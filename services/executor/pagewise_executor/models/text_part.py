@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 _COMPUTES_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Language models that transformers has as a part of a multimodal model alone, by model_type, and the causal LM that
-computes the same for text: all three of the positions that they rotate by are then those of the tokens."""
+computes the same for text: all three positions that they rotate by then equal the tokens' positions."""
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?")
 _BARE = re.compile(r"^(model\.(embed_tokens|layers|norm)|lm_head)\.")
 

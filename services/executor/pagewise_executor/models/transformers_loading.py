@@ -89,7 +89,7 @@ def load_with_transformers(
 
     Raises:
         ModelError: the files lack weights of the model, or have them in another shape, or some are not finite.
-        UnknownShardError: the model has no plan, or one that does not say how a weight is divided.
+        UnknownShardError: the model has no plan, or the plan does not divide a weight.
     """
     from transformers import AutoModelForCausalLM
 
@@ -249,7 +249,7 @@ def _try_part(config: ExecutorConfig, part: Any, dtype: torch.dtype, ranks: Rank
     """Try a rank's part of a model without weights; return its recurrent layers.
 
     Raises:
-        UnknownShardError: it cannot be computed, or attends otherwise than its configuration says.
+        UnknownShardError: it cannot be computed, or its attention differs from its configuration.
     """
     try:
         trust = config.trust_remote_code

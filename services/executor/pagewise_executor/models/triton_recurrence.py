@@ -1,6 +1,6 @@
 """Recurrent modules by the Triton kernels: all tokens of a flat batch at once, with the states in their pages.
 
-The form of a module is found by trial (``recurrence_trial.py``). What fits no form is computed by PyTorch.
+A trial finds the form of a module (``recurrence_trial.py``). PyTorch computes modules that fit no form.
 """
 
 import logging
@@ -90,7 +90,7 @@ class TritonRecurrence:
 
 
 def kernels_of(plain: PlainRecurrence, device: torch.device) -> Recurrence | ShortConvolution:
-    """Return what the kernels take for a form.
+    """Return the arguments of the kernels for a form.
 
     Raises:
         ValueError: they do not compute its shapes.
@@ -111,7 +111,8 @@ def find_form(module: nn.Module, layer: RecurrentLayer, hidden_size: int) -> For
 def find_kernels(
     model: nn.Module, layers: Sequence[RecurrentLayer], context: RecurrentContext, device: torch.device
 ) -> Mapping[str, TritonRecurrence]:
-    """Return what computes recurrent modules of a model by the kernels, by their names. Others stay with PyTorch."""
+    """Return the replacements of recurrent modules by the kernels, by the modules' names. PyTorch computes the
+    others."""
     found = {}
     for layer in layers:
         if any(one.num_bytes % _ALIGNED for one in layers):

@@ -42,8 +42,8 @@ _Key = tuple[object, ...]
 
 
 class Agreement:
-    """Waits until each of ``size`` ranks has sent a report of the same thing, and then calls ``report`` with one that
-    joins them. May be called on any thread."""
+    """Waits until each of ``size`` ranks has sent the same report, and then calls ``report`` with one that joins them.
+    May be called on any thread."""
 
     def __init__(self, size: int, report: Callable[[Answer], None]) -> None:
         self._report = report
@@ -61,7 +61,7 @@ class Agreement:
             messages = [each.popleft() for each in said]
             if not any(said):
                 del self._waiting[key]
-        self._report(_joined(messages))  # outside the lock: it may call anything
+        self._report(_joined(messages))  # outside the lock: it may call any function
 
     def reset(self, epoch: int) -> None:
         """Forget the reports of all epochs but ``epoch``: they are void, and not every rank sends its own."""
@@ -77,7 +77,7 @@ def _key(message: Answer) -> _Key:
 
 
 def _joined(messages: Sequence[Any]) -> Answer:
-    """Join reports of one type and of the same thing, one from each rank."""
+    """Join reports of one type on one subject, one from each rank."""
     first: Answer = messages[0]
     if isinstance(first, Found):
         # A prefix is found as far as all ranks have found it. With groups of layers each rank answers with the last

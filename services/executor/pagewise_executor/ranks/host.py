@@ -71,8 +71,8 @@ def own_address(master: str, seconds: float = JOIN_SECONDS) -> str:
     """Return the address on which node 0 listens.
 
     It is the address of ``--master-addr`` if this host has that address. Otherwise, as behind network address
-    translation, it is the address from which this host reaches that one. A name that does not resolve yet is tried
-    again for ``seconds``, because an orchestrator may publish the name of a process after it has started the process.
+    translation, it is this host's address towards it. A name that does not resolve yet is retried for ``seconds``,
+    because an orchestrator may publish the name of a process after it has started the process.
 
     Raises:
         TimeoutError: the name has not resolved.

@@ -155,7 +155,7 @@ class Leader:
             self.followers += [Follower(rank, link, self._lost) for rank, link in links.items()]
 
     def listener(self) -> int | None:
-        """Give away the socket on which rank 0 answers ranks on other nodes; None if there are none."""
+        """Hand over the socket on which rank 0 answers ranks on other nodes; None if there are none."""
         return None if self.nodes is None else self.nodes.listener.detach()
 
     def send(self, message: ToRank) -> None:

@@ -28,7 +28,7 @@ HEARTBEAT_MS = 500
 JOIN_SECONDS = 600.0
 """How long nodes wait for each other when they start."""
 SAY_SECONDS = 30.0
-"""How often the log of a node says that it still waits."""
+"""How often a node logs that it still waits."""
 END_SECONDS = 10.0
 """How long a rank may take to end before it is killed."""
 _PING_MS = 1000
@@ -43,7 +43,7 @@ def prepare_socket(socket: "zmq.Socket[Any]") -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
     # Queues have no bound, because libzmq aborts the process if it is pinged while a queue is full (its issue 4364).
-    # What can be queued is bounded by the number of steps in flight, which is two.
+    # The number of steps in flight, which is two, bounds their length.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 1000)  # milliseconds, so that a rank's reason for failing is still sent

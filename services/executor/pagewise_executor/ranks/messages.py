@@ -92,8 +92,8 @@ class Stop(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The rank has loaded its part of the model.
 
-    ``block_endpoint``: where the ranks of the same number of other executors fetch blocks. ``computes``: what must be
-    the same on all ranks (``agreement.computes``).
+    ``block_endpoint``: where the ranks of the same number of other executors fetch blocks. ``computes``: the settings
+    that all ranks must share (``agreement.computes``).
     """
 
     block_endpoint: str

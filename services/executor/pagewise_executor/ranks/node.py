@@ -107,7 +107,7 @@ class _Link:
         return None
 
     def close(self) -> None:
-        """Send what is queued, within the socket's linger time, and close."""
+        """Send the queued messages, within the socket's linger time, and close."""
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close()
@@ -264,7 +264,7 @@ class Node:
                 self._ends[mark[0]].send_bytes(frames[0])
 
     def _ended(self, rank: int, link: _Link) -> int:
-        """Tell node 0 that a rank has ended. Returns the exit code for this node; 0 if it goes on with other ranks."""
+        """Tell node 0 that a rank has ended. Returns the exit code for this node; 0 if other ranks still run."""
         self._ends.pop(rank).close()
         try:
             code = self._processes[rank].wait(END_SECONDS)

@@ -53,7 +53,7 @@ class SamplingState:
 
     @property
     def forbids(self) -> bool:
-        """Whether something other than its grammar may forbid tokens."""
+        """Whether constraints beside its grammar may forbid tokens."""
         return self.table is not NO_CONSTRAINTS or self.num_held_back > 0
 
 
@@ -99,7 +99,7 @@ class SampledRows:
         needs_processing: whether any logits processor changes any logits.
         penalised: the rows with penalties.
         reporting: the rows that report log-probabilities; counts: how many alternatives each of them reports.
-        structured: the rows with grammars. restricted: whether something else forbids tokens in one of them.
+        structured: the rows with grammars. restricted: whether other constraints forbid tokens in one of them.
         searched: indices into ``reporting`` of hypotheses of beam searches with grammars.
         biased, biases: flat indices of logits, and their biases.
         limited: the rows with tokens that may never be sampled. masks: bool [k, vocab] of these tokens; None: none.

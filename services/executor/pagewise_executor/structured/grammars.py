@@ -116,7 +116,7 @@ _MAX_REASON = 200
 
 
 class NoGrammarsError(PagewiseError):
-    """Outputs of this model cannot be made to match grammars; the text says why."""
+    """Outputs of this model cannot be made to match grammars."""
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> LLTokenizer:

@@ -90,7 +90,8 @@ class _Drawn:
 
 @dataclass(slots=True)
 class StructuredRows:
-    """The rows of one executor that have grammars. ``grammars``: None if ``no_grammars`` says why there are none."""
+    """The rows of one executor that have grammars. ``grammars``: None if ``no_grammars`` has the reason why there are
+    none."""
 
     grammars: "Grammars | None"
     no_grammars: str

@@ -117,8 +117,8 @@ class DiskTier(HashedTier):
     def _fill(self, path: str, content: Rows) -> bool:
         """Read a file; return whether it was long enough.
 
-        The read bypasses the page cache if the file system supports it: the block lies in KV memory afterwards, so a
-        second copy in the page cache would be waste.
+        The read bypasses the page cache if the file system supports it: KV memory has the block afterwards, so a second
+        copy in the page cache would be waste.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | self._direct)
@@ -189,7 +189,7 @@ class DiskTier(HashedTier):
     def _make_room(self) -> None:
         """Delete the least recently used blocks if the folder is full; a lock file lets one process do so at a time.
 
-        A use of a block is a use of all blocks before it, so the end of a prefix goes before its beginning.
+        A use of a block is a use of all blocks before it, so the end of a prefix is deleted before its beginning.
         """
         now = time.monotonic()
         if self._used <= self._most_bytes and now - self._listed < _LISTED_SECONDS:

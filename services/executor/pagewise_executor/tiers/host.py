@@ -44,7 +44,7 @@ STAGING_BYTES = _STAGING_PIECE * _STAGING_PIECES + LOADING_BYTES
 
 
 class HostTier(Tier):
-    """The tier whose blocks are those of ``memory``. A thread for each direction calls ``report`` when a job is done.
+    """The tier of the blocks in ``memory``. A thread for each direction calls ``report`` when a job is done.
 
     ``issuing``: shared with the thread that issues steps; None: no other thread issues work to the device.
     ``bandwidth``: bytes per second that each direction is limited to; None: no limit. ``verify``: keep a checksum of
@@ -106,7 +106,7 @@ class HostTier(Tier):
         self._loads.begin(Job(job, pairs, after=after, ready=ready))
 
     def _begin_store(self, asked: CopyJob, names: Sequence[bytes | None]) -> None:
-        """When this returns, the device blocks have been read as far as the device's own order goes."""
+        """Issue the reads of the device blocks, before which no later work of the device begins."""
         pairs, names = _by_target(asked.pairs, names)
         size = self._piece if self._copies.cuda else max(1, len(pairs))  # on the CPU, staging needs no limit
         for start in range(0, len(pairs), size):

@@ -93,7 +93,7 @@ class HostCopies:
         return self.verify or self.memory.outlives
 
     def is_sound(self, slot: int) -> bool:
-        """Whether a block of the host is sound: one that another process wrote must match its checksum."""
+        """Whether a block of the host is sound: a block that another process wrote must match its checksum."""
         memory = self.memory
         return not memory.is_inherited(slot) or memory.checksum(slot) == checksum_of(memory.slot(slot))
 

@@ -25,7 +25,7 @@ from pagewise_executor.kv.kv_pool import Raw
 log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**30
-"""Pinned memory is allocated in pieces of about this size; no block lies in two of them."""
+"""Pinned memory is allocated in pieces of about this size; no block spans two of them."""
 _PAGE = 4096
 _MOST_SEGMENTS = 256
 
@@ -111,7 +111,7 @@ class NamedMemory(HostMemory):
     ``content`` names the model, the format and the geometry of the blocks. The first file of the same content that no
     process holds is taken over with its blocks; if there is none, a new one is made. ``number``: of the file that is
     tried first. Other users may write to ``folder``, and can foresee the names: a file is only taken over if it belongs
-    to this user, who alone can read and write it; otherwise the next name is tried.
+    to this user, who alone can read and write it; otherwise the next name is used.
 
     Raises:
         OSError: the file cannot be made, for instance for lack of room, or cannot be pinned.
@@ -227,7 +227,7 @@ def _open(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, flags | os.O_EXCL, 0o600)
-        os.fchmod(descriptor, 0o600)  # the umask may have taken bits away
+        os.fchmod(descriptor, 0o600)  # the umask may have cleared bits
         return descriptor
     return os.open(path, flags | os.O_NONBLOCK, 0o600)  # without O_NONBLOCK, a pipe would wait for its other end
 

@@ -132,7 +132,7 @@ class _Link:
         """Fetch a job's blocks, until it has ended.
 
         Raises:
-            ProtocolError: the peer refuses, sends something else, or nothing.
+            ProtocolError: the peer refuses, sends another message, or none.
         """
         size, count = self.owner.bytes_per_block, len(job.copies.pairs)
         per_piece = max(1, PIECE_BYTES // max(1, size))

@@ -19,14 +19,14 @@ _NONE = -1
 
 
 def resume_point(names: Sequence[BlockName], groups: Sequence[LayerGroup], block_size: int, contains: Contains) -> int:
-    """Return the greatest number of first blocks of a prefix behind which a sequence can begin with what a tier has.
+    """Return the greatest number of first blocks of a prefix behind which a sequence can resume from a tier.
 
-    The tier has these blocks of the first group of layers, and of every other group those that the query of the next
-    token sees. A block is there if all of its pages are.
+    The tier has these blocks of the first group of layers, and the blocks of every other group that the query of the
+    next token sees. A block is there if all of its pages are.
 
     A tier has windows only where sequences once ended or parted, maybe far before the last block that it has of the
-    first group. So windows are looked for from there on towards the beginning, many blocks at a time, by the first
-    pages of their blocks. The other pages are looked for when those of a whole window are there.
+    first group. So the search for windows starts there and moves towards the beginning, many blocks at a time, by the
+    first pages of their blocks. It looks for the other pages once it has found the first pages of a whole window.
     """
     full, *windowed = groups
     end = num_leading(names, lambda some: _are_whole(some, 0, full, contains))
@@ -47,7 +47,7 @@ def resume_point(names: Sequence[BlockName], groups: Sequence[LayerGroup], block
             lacking = [window.last_lacking(end) for window in windows]
         if max(lacking) == _NONE:
             return end
-        # Whoever begins behind a block that is lacking, and before ``end``, needs that block too.
+        # A sequence that begins behind a lacking block, and before ``end``, needs that block too.
         end = min(block for block in lacking if block != _NONE)
     return 0
 

@@ -39,7 +39,7 @@ class Tier:
         self.report: Callable[[Copied | Found], None] = lambda message: None
 
     def begin(self, job: CopyJob, upper: "Tier") -> None:
-        """Begin a list of copies between this tier and ``upper``, which lies above it, and report it when it is done.
+        """Begin a list of copies between this tier and ``upper``, the tier above it, and report it when it is done.
 
         Reads and writes of device memory are ordered with the work of the device: work that is issued after this
         returns may overwrite the source blocks, and targets are written after all work that was issued before. Source
@@ -82,7 +82,7 @@ class Tier:
     def begin_read(self, blocks: Blocks, rows: Rows) -> "Future[list[bool]]":
         """Begin to read blocks into ``rows``, after all copies that have begun, and before copies that begin later.
 
-        Called by the thread that issues steps, so a tier should read on another thread. The result is that of ``read``.
+        Called by the thread that issues steps, so a tier should read on another thread. The result is as of ``read``.
         """
         done: Future[list[bool]] = Future()
         done.set_result(self.read(blocks, rows))

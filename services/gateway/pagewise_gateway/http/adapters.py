@@ -56,7 +56,7 @@ async def load_adapter(request: web.Request) -> web.Response:
         )
     try:
         adapter = await asyncio.to_thread(read_adapter, body.lora_name, body.lora_path, service.limits.max_adapter_rank)
-        await service.scheduler_client.load_adapter(adapter, replace=body.load_inplace)
+        await service.scheduler_client.queries.load_adapter(adapter, replace=body.load_inplace)
     except AdapterNotFoundError as error:
         raise NotFoundError(str(error), "lora_path") from None
     except (UnusableAdapterError, AdapterError) as error:
@@ -76,7 +76,7 @@ async def unload_adapter(request: web.Request) -> web.Response:
     service = _check_rights(request)
     body, _ = await read_request(request, UnloadAdapterRequest)
     try:
-        await service.scheduler_client.unload_adapter(body.lora_name)
+        await service.scheduler_client.queries.unload_adapter(body.lora_name)
     except AdapterError as error:
         raise NotFoundError(str(error), "lora_name") from None
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

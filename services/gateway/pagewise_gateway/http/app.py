@@ -248,7 +248,7 @@ async def version(_: web.Request) -> web.Response:
 async def render_metrics(request: web.Request) -> web.Response:
     """Prometheus metrics of all processes."""
     check_operator(request, "/metrics shows", ", or start the gateways with --public-metrics")
-    body = await request.app[Service.KEY].scheduler_client.query("metrics")
+    body = await request.app[Service.KEY].scheduler_client.queries.report("metrics")
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -87,7 +87,7 @@ async def _encoded(
     prompts: list[Prompt] = []
     texts: list[str | None] = []
     for one in given:
-        if prompts:  # lets other requests run between the texts of one that has many
+        if prompts:  # lets other requests run between the texts of a large request
             await asyncio.sleep(0)
         encoded = await encode_prompt(service, one, body, capacity, key)
         tokens = params.truncated(encoded.tokens, body, body.max_tokens, capacity)

@@ -24,7 +24,7 @@ MOST_OF_OWN = 1_000
 """The most that a client without an operator's key may ask for: the scheduler does nothing else meanwhile."""
 _LONGEST_NAME = 256
 EXPLAINED = 16
-"""Sequences, blocks and events that an explanation lists, unless its ``limit`` says otherwise."""
+"""Sequences, blocks and events that an explanation lists by default (``limit``)."""
 
 _decode = msgspec.json.Decoder(RequestReport).decode
 
@@ -84,7 +84,7 @@ async def _report(
     """
     if len(argument) > _LONGEST_NAME:
         raise LookupError(argument)
-    return await request.app[Service.KEY].scheduler_client.query(
+    return await request.app[Service.KEY].scheduler_client.queries.report(
         kind, argument, _limit(request, default_limit), request[CLIENT].view
     )
 

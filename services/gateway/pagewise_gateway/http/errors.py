@@ -1,6 +1,6 @@
 """The errors that clients get, in OpenAI's shape and with OpenAI's status codes.
 
-Every error is an ``APIError``; those of 400 are ``InvalidRequestError``.
+Every error is an ``APIError``; errors with status 400 are ``InvalidRequestError``.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Answers as events of several types, the base of those of the Responses API and the Messages API."""
+"""Answers as events of several types, the base of the answers of the Responses API and the Messages API."""
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Says in plain sentences where the time of a request went, and where its cached prefix was lost."""
+"""Explains in plain sentences how a request spent its time, and where its cached prefix was lost."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -23,7 +23,7 @@ _SLOW_CLIENT_SECONDS, _SLOW_CLIENT_SHARE = 10e-3, 0.01
 """A client is called slow when the answer waited for it for so long, and for this share of the request's time."""
 
 _SNAPSHOTS = {"full": "KV", "latent": "latents", "window": "windows", "chunk": "chunks", "state": "states"}
-"""What a sequence needs of a group of layers to begin behind a prefix, by the kind of its blocks."""
+"""The content of a group's blocks that a sequence needs to begin behind a prefix, by their kind."""
 
 _REASONS = {
     "decode": "its prompt was computed, and {executor} does not decode",

@@ -95,7 +95,7 @@ class MessageTool(Struct, forbid_unknown_fields=True):
 
 
 class MessageToolChoice(Struct, forbid_unknown_fields=True):
-    """Whether tools are used; ``name``: of the one that has to be, with the type tool."""
+    """Whether tools are used; ``name``: of the tool that the type "tool" requires."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None

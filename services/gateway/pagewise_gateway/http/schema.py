@@ -87,7 +87,7 @@ class JSONObjectFormat(Struct, forbid_unknown_fields=True, frozen=True, tag_fiel
 
 
 class JSONSchema(Struct, forbid_unknown_fields=True, frozen=True):
-    """A JSON schema. The output always matches it, whether ``strict`` says so or not."""
+    """A JSON schema. The output always matches it, also without ``strict``."""
 
     name: Annotated[str, Meta(min_length=1, max_length=MAX_SCHEMA_NAME)]
     schema: Annotated[dict[str, Any] | bool, Meta(description=SCHEMAS)]

@@ -3,36 +3,27 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
-from itertools import count
 from time import monotonic
-from typing import Any, Literal
 from uuid import uuid4
 
 from msgspec.structs import replace
 from pagewise_shared.curve import Keys
-from pagewise_shared.logs import about, printable
+from pagewise_shared.logs import about
 from pagewise_shared.protocol import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
-    AbortRequest,
-    Adapter,
     AdapterAnswer,
     AdapterState,
-    ConsoleView,
     FinishStream,
     FleetState,
     GatewayHello,
-    Message,
     MetricsSnapshot,
     Outputs,
-    Query,
     QueryAnswer,
     RegisterAdapter,
     RequestRefused,
     Submit,
-    UnregisterAdapter,
     encode,
 )
 from pagewise_shared.protocol.limits import MAX_SUBMIT_BYTES
@@ -40,8 +31,10 @@ from pagewise_shared.protocol.limits import MAX_SUBMIT_BYTES
 from pagewise_gateway.generation import AdmissionError, AnswerOptions, Capacity, GenerationError, Held
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.repeats import RepeatWatch
+from pagewise_gateway.scheduler_client.adapters import AdapterTable
 from pagewise_gateway.scheduler_client.connection import SchedulerConnection
 from pagewise_gateway.scheduler_client.live_request import LiveRequest
+from pagewise_gateway.scheduler_client.queries import NO_SCHEDULER, Queries
 from pagewise_gateway.scheduler_client.stream_table import StreamTable
 from pagewise_gateway.text.tokenizer import Tokenizer
 
@@ -49,70 +42,8 @@ log = logging.getLogger(__name__)
 
 METRICS_SECONDS = 1.0
 """How often this gateway's metrics are sent to the scheduler."""
-QUERY_SECONDS = 10.0
-LOAD_SECONDS = 300.0
-"""How long loading an adapter on all executors may take."""
 _LONGEST_RETRY_SECONDS = 5.0
 _CLOSING = "the gateway is shutting down"
-_NO_SCHEDULER = "no scheduler answers"
-
-
-class AdapterError(Exception):
-    """The scheduler cannot load or unload an adapter; the text gives the reason."""
-
-
-class AdapterTable:
-    """The adapters by name, as the scheduler reported them last.
-
-    Fields:
-        version: of the scheduler's last report; 0 before the first one.
-        wanted: adapters of ``--lora-modules`` that no scheduler has answered about yet. Once it has, they are adapters
-            like any others, and may be unloaded.
-        timeout: see ``wait_for``.
-    """
-
-    def __init__(self, modules: Iterable[Adapter] = ()) -> None:
-        self.version = 0
-        self.wanted = {adapter.name: adapter for adapter in modules}
-        self.timeout = 60.0
-        self._adapters: dict[str, Adapter] = {}
-        self._reported = False
-        self._changed = asyncio.Event()
-
-    async def wait_for(self, name: str) -> None:
-        """Wait while an adapter of that name may still appear, ``timeout`` seconds at most.
-
-        It may until a first scheduler has reported its adapters, and while executors load those of ``--lora-modules``.
-        """
-        try:
-            async with asyncio.timeout(self.timeout):
-                while name not in self._adapters and (not self._reported or name in self.wanted):
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            return
-
-    def find(self, name: str) -> Adapter | None:
-        """Return the adapter of that name, if there is one."""
-        return self._adapters.get(name)
-
-    def all(self) -> tuple[Adapter, ...]:
-        """Return all adapters."""
-        return tuple(self._adapters.values())
-
-    def update(self, state: AdapterState) -> None:
-        """Replace the adapters by those that the scheduler reports."""
-        self.version, self._reported = state.version, True
-        self._changed.set()
-        self._adapters = {adapter.name: adapter for adapter in state.adapters}
-
-    def module_answered(self, name: str, error: str) -> None:
-        """The scheduler has loaded an adapter of ``--lora-modules``, or has not: ``error`` is its reason then."""
-        self.wanted.pop(name, None)
-        self._changed.set()
-        if error:
-            text = printable(error, 1000)
-            log.error("the adapter %s, which this gateway was started with, is not served: %s", name, text)
 
 
 class SchedulerClient:
@@ -120,6 +51,7 @@ class SchedulerClient:
 
     Fields:
         adapters: the LoRA adapters that requests may name.
+        queries: for reports, ends of requests, and adapters.
         closing: whether this gateway stops, and so accepts no more requests.
 
     When the scheduler is lost, no request is lost: each is submitted again to the next scheduler, with its output
@@ -145,6 +77,7 @@ class SchedulerClient:
         self._name = gateway_id, model_name, uuid4().hex
         self._rejoins = self._served_by = 0  # the last number of ready executors that was not 0
         self._connection = SchedulerConnection(endpoint, self, metrics, keys)
+        self.queries = Queries(self._connection, metrics)
         self._table = StreamTable(metrics)
         self._repeats = RepeatWatch(metrics)
         self._live: dict[LiveRequest, None] = {}
@@ -156,9 +89,7 @@ class SchedulerClient:
         self.closing = False
         self._fleet = FleetState(0)
         self._fleet_known = asyncio.Event()  # the scheduler of this epoch has sent a FleetState
-        self._queries: dict[int, asyncio.Future[Any]] = {}  # QueryAnswer or AdapterAnswer, as each query asks for
         self._modules: dict[int, str] = {}  # adapters of --lora-modules by the number of their query
-        self._query_numbers = count(1)
 
     async def run(self) -> None:
         """Stay connected to a scheduler until cancelled.
@@ -216,7 +147,7 @@ class SchedulerClient:
             return capacity
         if self._connection.epoch is None:
             self._metrics.requests_refused("no_scheduler").inc()
-            raise AdmissionError("unavailable", _NO_SCHEDULER)
+            raise AdmissionError("unavailable", NO_SCHEDULER)
         self._metrics.requests_refused("no_executor").inc()
         raise AdmissionError("unavailable", "no executor has joined the scheduler yet")
 
@@ -253,91 +184,6 @@ class SchedulerClient:
             self._submit(live, self._connection.epoch)
         return live
 
-    async def query(
-        self,
-        kind: Literal["metrics", "memory", "request", "console"],
-        argument: str = "",
-        limit: int = 0,
-        key: str = "",
-        view: ConsoleView | None = None,
-    ) -> bytes:
-        """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request, or lines
-        of JSON for consoles (``view``).
-
-        ``key``: name of the API key whose requests the report may show; empty: all keys.
-
-        Raises:
-            AdmissionError: no scheduler answers.
-            LookupError: the scheduler knows no request of this name.
-        """
-        epoch = self._connection.epoch
-        if kind == "metrics" and epoch is not None:
-            self._connection.send(MetricsSnapshot(epoch, self._metrics.snapshot()))
-        answer: QueryAnswer = await self._ask(
-            lambda epoch, number: Query(epoch, number, kind, argument, limit, key, view)
-        )
-        if not answer.found:
-            raise LookupError(argument)
-        return answer.body
-
-    async def end_request(self, name: str) -> bool:
-        """Have the scheduler end a request of any gateway, by our id or its client's. Returns whether there was one.
-
-        Raises:
-            AdmissionError: no scheduler answers.
-        """
-        answer: QueryAnswer = await self._ask(lambda epoch, number: AbortRequest(epoch, number, name))
-        return answer.found
-
-    async def load_adapter(self, adapter: Adapter, *, replace: bool) -> None:
-        """Have all executors load an adapter. ``replace``: it may take the place of one with the same name.
-
-        Raises:
-            AdapterError: it cannot be served.
-            AdmissionError: no scheduler answers, or there is no executor that could load it.
-        """
-        await self._change_adapter(lambda epoch, number: RegisterAdapter(epoch, number, adapter, replace))
-
-    async def unload_adapter(self, name: str) -> None:
-        """Have all executors unload an adapter.
-
-        Raises:
-            AdapterError: there is none of that name.
-            AdmissionError: no scheduler answers.
-        """
-        await self._change_adapter(lambda epoch, number: UnregisterAdapter(epoch, number, name))
-
-    async def _change_adapter(self, make: Callable[[int, int], Message]) -> None:
-        answer: AdapterAnswer = await self._ask(make, LOAD_SECONDS, "the executors have not loaded the adapter in time")
-        if answer.kind == "unavailable":
-            raise AdmissionError("unavailable", answer.message)
-        if answer.kind:
-            raise AdapterError(answer.message)
-
-    async def _ask(
-        self,
-        make: Callable[[int, int], Message],
-        seconds: float = QUERY_SECONDS,
-        late: str = "the scheduler does not answer",
-    ) -> Any:
-        """Send the message that ``make`` makes of the epoch and a new number, and return the answer with that number.
-
-        Raises:
-            AdmissionError: no scheduler answers; ``late`` is its text if there is none after ``seconds``.
-        """
-        if (epoch := self._connection.epoch) is None:
-            raise AdmissionError("unavailable", _NO_SCHEDULER)
-        number = next(self._query_numbers)
-        answer = self._queries[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._connection.send(make(epoch, number))
-            async with asyncio.timeout(seconds):
-                return await answer
-        except TimeoutError:
-            raise AdmissionError("unavailable", late) from None
-        finally:
-            del self._queries[number]
-
     async def close(self, seconds: float, at_once: asyncio.Event) -> None:
         """Accept no more requests, and wait until all have ended, for ``seconds`` at most or until ``at_once`` is set.
 
@@ -369,7 +215,7 @@ class SchedulerClient:
         It knows no message of earlier epochs.
         """
         for adapter in self.adapters.wanted.values():
-            number = next(self._query_numbers)
+            number = self.queries.new_number()
             self._modules[number] = adapter.name
             self._connection.send(RegisterAdapter(epoch, number, adapter, replace=True, waits=True))
         if self._live:
@@ -393,9 +239,7 @@ class SchedulerClient:
             if live.stream is not None:
                 live.stream, live.waiting_since, live.refusal = None, now, None
         self._table.clear()
-        for answer in self._queries.values():
-            if not answer.done():
-                answer.set_exception(AdmissionError("unavailable", _NO_SCHEDULER))
+        self.queries.fail()
 
     def received(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
         """Handle a message of the current epoch.
@@ -422,8 +266,7 @@ class SchedulerClient:
             case AdapterAnswer() if (name := self._modules.pop(message.number, None)) is not None:
                 self.adapters.module_answered(name, message.message if message.kind else "")
             case QueryAnswer() | AdapterAnswer():
-                if (answer := self._queries.get(message.number)) is not None and not answer.done():
-                    answer.set_result(message)
+                self.queries.answered(message)
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -457,7 +300,7 @@ class SchedulerClient:
             live.fail(GenerationError(text))
 
     def _refused(self, live: LiveRequest, refused: RequestRefused) -> None:
-        """Handle a refusal: the error goes to the client, unless an earlier scheduler has accepted the request.
+        """Handle a refusal: the client gets the error, unless an earlier scheduler has accepted the request.
 
         Then it is submitted again after a pause, because the executors of a new scheduler may not have joined yet.
         """
@@ -479,7 +322,7 @@ class SchedulerClient:
             self._submit(live, epoch)
 
     def _give_up(self, live: LiveRequest) -> None:
-        error = live.refusal or AdmissionError("unavailable", _NO_SCHEDULER)
+        error = live.refusal or AdmissionError("unavailable", NO_SCHEDULER)
         if live.submissions:
             live.fail(error)
         else:

@@ -104,7 +104,7 @@ class LiveRequest:
 
         Raises:
             GenerationError: the request was not accepted, or failed; deltas from before have been returned.
-            Exception: whatever a follower has raised.
+            Exception: a follower has raised it.
         """
         self._release_memory()
         while not self._changed:
@@ -191,7 +191,7 @@ class LiveRequest:
         """
         assert self.stream is not None
         again, prompts, counted, n = self.resumed, self.request.prompts, self.counted_as, self.request.params.n
-        if again:  # outputs without tokens have an entry too, which says that they were accepted once
+        if again:  # outputs without tokens have an entry too, because they were accepted once
             prompts = tuple(
                 replace(one, progress=tuple(map(self._progress, range(number * n, number * n + n))))
                 for number, one in enumerate(prompts)

@@ -31,7 +31,7 @@ _MOST_SIZE = (MAX_WORK, MAX_WORK, 17)
 _Term = dict[str, Any] | frozenset[int]
 """A schema, or numbers of nodes of which one has to match."""
 _Member = str | int | None
-"""A property or an item of a value; None: any one that the schema does not name."""
+"""A property or an item of a value; None: any member that the schema does not name."""
 
 
 def num_classes(regex: str) -> int:

@@ -253,7 +253,8 @@ class Grammars:
         except BaseException:
             pass_on()
             raise
-        # The turn lasts as long as the work, which goes on when the client disconnects and this coroutine is cancelled.
+        # The turn lasts as long as the work, which continues when the client disconnects and this coroutine is
+        # cancelled.
         work.add_done_callback(pass_on)
         return await asyncio.shield(work)
 
@@ -281,7 +282,7 @@ class Grammars:
 
     def _make(self, make: Make) -> str:
         with self._lock:
-            checker = self._checkers.pop()  # the last one that was used: the other one starts when two are needed
+            checker = self._checkers.pop()  # the last used one: the other one starts when two are needed
         try:
             grammar = make(checker.validate)
             if (invalid := self._checked.get(grammar)) is None:

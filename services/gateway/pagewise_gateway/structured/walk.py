@@ -28,7 +28,7 @@ def subschemas(schema: Any, walked: set[int] | None = None, *, definitions: bool
     """Yield a schema and all schemas in it, without ``true`` and ``false``.
 
     ``walked``: ids of schemas that were yielded before, which are not yielded again. ``definitions``: whether schemas
-    are yielded that do nothing unless something refers to them.
+    are yielded that only references use.
     """
     waiting, walked = [schema], set() if walked is None else walked
     named = _NAMED | _DEFINITIONS if definitions else _NAMED

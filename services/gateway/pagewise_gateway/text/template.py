@@ -178,7 +178,7 @@ class Template:
             strict_turns.with_text_in_reasoning: self._refuses(
                 [thoughtful[0], {**thoughtful[1], "content": "probe"}], but=thoughtful, tools=True
             ),
-            # gpt-oss has learnt results as they are (OpenAI's Harmony); others keep what their template does with text.
+            # gpt-oss has learnt results as they are (OpenAI's Harmony); others get text, which their template formats.
             strict_turns.with_values_of_results: "<|channel|>" in self._text and '"\\""' in quoted,
             strict_turns.with_names: self._refuses(unnamed, but=call, tools=True),
             strict_turns.with_short_ids: self._refuses(_called(self.dialect, {}, _LONG_ID), but=call, tools=True),

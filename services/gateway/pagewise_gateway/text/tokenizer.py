@@ -109,7 +109,7 @@ class TokenBytes:
 def _from_byte_level(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[character] for character in token])
-    except KeyError:  # an added token: it stands for itself
+    except KeyError:  # an added token: its name is its text
         return token.encode()
 
 

@@ -56,7 +56,7 @@ def _table_report(kind: GroupKind, group: SnapshotPool, table: WindowTable) -> T
 
 
 class SnapshotFinder:
-    """Finds the snapshots that lie behind blocks, in all tiers with ids. ``pools``: the ones that have some."""
+    """Finds the snapshots behind blocks, in all tiers with ids. ``pools``: the pools that have snapshots."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self.pools: list[tuple[GroupKind, SnapshotPool]] = []
@@ -67,7 +67,7 @@ class SnapshotFinder:
                 pool = pool.below
 
     def at(self, node: CachedBlock) -> Iterator[SnapshotReport]:
-        """Yield the snapshots whose last block of tokens is that of ``node``."""
+        """Yield the snapshots whose last block of tokens is ``node``'s."""
         for kind, pool in self.pools:
             if (found := pool.at.get(node)) is not None and found.node is node:
                 tier, places = tier_name(pool.tier), len(found.points)

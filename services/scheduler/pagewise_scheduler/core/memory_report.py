@@ -31,7 +31,7 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
     kv, pool = scheduler.kv, scheduler.kv.pool
     return ExecutorReport(
         executor_id=executor_id,
-        block_endpoint=scheduler.recoveries.endpoint,
+        block_endpoint=scheduler.recoveries.planner.endpoint,
         block_size=kv.block_size,
         device=DeviceReport(
             kv.num_total,

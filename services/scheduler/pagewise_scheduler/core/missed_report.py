@@ -1,4 +1,4 @@
-"""Makes the part of a request's report that says why a part of its prompt was not cached."""
+"""Makes the part of a request's report about the reason why a part of its prompt was not cached."""
 
 from math import isnan, nan
 

@@ -149,8 +149,8 @@ def later(report: RequestReport, seconds: float) -> RequestReport:
 def seen_by(report: RequestReport, key: str, names: Mapping[str, str]) -> RequestReport:
     """Return a report as the holder of an API key gets it; ``key``: its name, "" for an operator.
 
-    Other keys' requests are not named, nothing is said of their caches, and block hashes are left out. ``names``: of
-    executors, by their block endpoints; other peers are left out for all readers.
+    Other keys' requests, their caches and block hashes are left out. ``names``: of executors, by their block endpoints;
+    other peers are left out for all readers.
     """
     events = [replace(one, peer=names.get(one.peer or "")) for one in report.events]
     if not key:

@@ -1,4 +1,4 @@
-"""Eviction by Belady's rule: the block whose next use is the latest goes first. It needs to know the future."""
+"""Eviction by Belady's rule: the block whose next use is the latest is evicted first. It needs to know the future."""
 
 from array import array
 from bisect import bisect_right

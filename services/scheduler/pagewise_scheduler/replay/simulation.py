@@ -1,6 +1,6 @@
 """A discrete-event simulation around the scheduler core, with a virtual clock.
 
-The scheduler and routing are the ones that serve; the executor, the sockets and the clock are simulated.
+The scheduler and routing are the product's; the executor, the sockets and the clock are simulated.
 """
 
 import heapq
@@ -229,9 +229,9 @@ class Simulation:
         for number, executor in enumerate(self.executors if peers else ()):
             endpoint, scheduler = f"executor-{number}", executor.scheduler
             wake = partial(self._touch, executor.view)
-            scheduler.recoveries.join(directory, Peer(endpoint, scheduler.kv.block_size, scheduler, wake))
+            scheduler.recoveries.planner.join(directory, Peer(endpoint, scheduler.kv.block_size, scheduler, wake))
         for executor in self.executors if uplinks else ():
-            executor.senders = {one.scheduler.recoveries.endpoint: one for one in self.executors}
+            executor.senders = {one.scheduler.recoveries.planner.endpoint: one for one in self.executors}
 
     def _touch(self, view: ExecutorView) -> None:
         self._at(self.now, self._views[view], None)

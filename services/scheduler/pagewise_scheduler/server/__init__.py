@@ -1,1 +1,1 @@
-"""The coordinator and what it owns: executors, gateways with their requests, the router between."""
+"""The coordinator and its parts: executors, gateways with their requests, the router between."""

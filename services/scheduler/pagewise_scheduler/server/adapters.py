@@ -54,7 +54,8 @@ def adapter_error(adapter: Adapter) -> str | None:
 
 
 class AdapterRegistry:
-    """The adapters that are served. ``version``: as in ``AdapterState``. ``executors``: those that take requests.
+    """The adapters that are served. ``version``: as in ``AdapterState``. ``executors``: the executors that take
+    requests.
 
     Executors load any path that an adapter names, so gateways may name only adapters that the scheduler's ``rights``
     allow.

@@ -272,7 +272,7 @@ class Console:
 
     def _fleet_frame(self, now: float) -> FleetFrame:
         executors = self._shown(ConsoleView("fleet"))
-        names = {executor.scheduler.recoveries.endpoint: executor.executor_id for executor in executors}
+        names = {executor.scheduler.recoveries.planner.endpoint: executor.executor_id for executor in executors}
         rates = {executor: executor.stats.rates(executor.scheduler, now) for executor in executors}
         return FleetFrame(
             round(time.time(), 3),

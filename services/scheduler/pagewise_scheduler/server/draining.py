@@ -132,7 +132,7 @@ class Draining:
         room = {
             other: int(_SHARE_OF_FREE * other.scheduler.kv.pool.num_free)
             for other in self._others(executor)
-            if other.scheduler.recoveries.endpoint and executor.scheduler.recoveries.endpoint
+            if other.scheduler.recoveries.planner.endpoint and executor.scheduler.recoveries.planner.endpoint
         }
         copies: list[ClientRequest] = []
         for prefix in hottest_prefixes(executor.scheduler.kv.pool, _MOST_CHAINS) if room else ():

@@ -34,7 +34,7 @@ _decode = msgspec.msgpack.Decoder(RequestReport).decode
 
 
 class Named(Protocol):
-    """Something about one request."""
+    """A record of one request."""
 
     @property
     def request_id(self) -> str:
@@ -54,7 +54,8 @@ class _Entry(Generic[NamedT]):
 
 
 class RequestNames(Generic[NamedT]):
-    """An index of requests by both names. One that a key may not see takes as long to look up as an unknown one."""
+    """An index of requests by both names. The look-up of a request that a key may not see takes as long as of an
+    unknown one."""
 
     def __init__(self) -> None:
         self._requests: dict[str, _Entry[NamedT]] = {}

@@ -125,7 +125,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
 
     @property
     def executors(self) -> list[ExecutorHandle]:
-        """All executors that have joined, including those that are draining."""
+        """All executors that have joined, including draining ones."""
         return list(self._session_of)
 
     def guarded(self, executor: ExecutorHandle) -> "_Guard":
@@ -141,7 +141,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
             self._end(executor, "its scheduler failed", Loss.FAILED)
 
     def plan(self) -> None:
-        """Plan for every executor on the agenda, including those that this adds to it."""
+        """Plan for every executor on the agenda, including executors that this adds to it."""
         while self.agenda:
             executor, _ = self.agenda.popitem()
             with self.guarded(executor):
@@ -232,7 +232,8 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         if endpoint and endpoint not in self.directory.peers:
             block_format = (hello.block_format, hello.block_size, hello.bytes_per_block)
             # When other executors have read its blocks, there may be room again for sequences that had to wait.
-            scheduler.recoveries.join(self.directory, Peer(endpoint, block_format, scheduler, executor.touch, key))
+            own = Peer(endpoint, block_format, scheduler, executor.touch, key)
+            scheduler.recoveries.planner.join(self.directory, own)
 
     def _expect(self, executor: ExecutorHandle) -> bool:
         """Restore the inventory of an executor; return False if it is not usable."""
@@ -340,7 +341,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         moved = executor.lose(loss)
         for live in moved:
             live.timeline.left(executor.executor_id, loss.value, clock())
-        endpoint, peers = executor.scheduler.recoveries.endpoint, self.directory.peers
+        endpoint, peers = executor.scheduler.recoveries.planner.endpoint, self.directory.peers
         if (peer := peers.get(endpoint)) is not None and peer.scheduler is executor.scheduler:
             del peers[endpoint]
             for other in self.executors:

@@ -56,5 +56,5 @@ def _request(query: Query, executors: Sequence[ExecutorHandle], gateways: Gatewa
     if not found:
         return None
     report = min(found, key=lambda one: (one.request_id != name, one.arrived_seconds_ago))
-    names = {executor.scheduler.recoveries.endpoint: executor.executor_id for executor in executors}
+    names = {executor.scheduler.recoveries.planner.endpoint: executor.executor_id for executor in executors}
     return msgspec.json.encode(seen_by(report, key, names))

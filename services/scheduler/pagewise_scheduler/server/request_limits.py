@@ -132,8 +132,8 @@ class Backlog:
     If several keys send requests, each key may have as much waiting as there is room left: one key fills half of the
     queue, two keys a third each, and there is always room for another (Choudhury and Hahne, "Dynamic queue length
     thresholds for shared-memory packet switches", 1998). A single request may be as large as the queue, so a small part
-    is also reserved for each key, whatever other keys have waiting. To bound the total, that part is granted only up to
-    twice the queue and the largest request.
+    is also reserved for each key, for any number of waiting requests of other keys. To bound the total, that part is
+    granted only up to twice the queue and the largest request.
     """
 
     def __init__(self, max_waiting: int, max_waiting_tokens: int) -> None:

@@ -58,7 +58,7 @@ class Router:
     most, and of requests that wait for a look-up in storage.
 
     After a restart of the scheduler, gateways submit their requests again while executors are still coming back, each
-    with its KV. The first executor would get all requests, and would have to recompute what the others hold. So no
+    with its KV. The first executor would get all requests, and would have to recompute the KV of the others. So no
     request is placed until all earlier executors are back, or ``REJOIN_SECONDS`` have passed.
     """
 
@@ -100,7 +100,7 @@ class Router:
         """Requests that decode where their prompt was computed, because no decode executor has room."""
         return sum(each.num_staying for each in self._migrations.values())
 
-    # ---- what may wait -------------------------------------------------------------------------------
+    # ---- requests that wait --------------------------------------------------------------------------
 
     @property
     def waiting(self) -> QueueLoad:

@@ -2,7 +2,7 @@
 
 The coordinator receives when the socket's file descriptor is readable, without pyzmq's futures, which cost more than
 the rest of a frame's handling. ZeroMQ's descriptor is edge-triggered: any call of the socket may consume the edge
-(``zmq_getsockopt(3)``, ZMQ_FD), so the coordinator calls ``receive`` again after it has sent something.
+(``zmq_getsockopt(3)``, ZMQ_FD), so the coordinator calls ``receive`` again after it has sent a frame.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ class RouterSocket:
         self._unreachable: deque[tuple[bytes, int]] = deque()  # with the turn in which each is reported at the latest
 
     async def run(self, on_event: Callable[[], None]) -> None:
-        """Call ``on_event`` whenever ``receive`` may have something, until cancelled; then close."""
+        """Call ``on_event`` whenever ``receive`` may have frames, until cancelled; then close."""
         loop = asyncio.get_running_loop()
         descriptor = int(self._socket.getsockopt(zmq.FD))
         loop.add_reader(descriptor, on_event)

@@ -61,7 +61,7 @@ class ImpossibleError(ProtocolError):
 class Loss(Enum):
     """Why a session ended; the values are reasons of a ``Move``.
 
-    LEFT: the process said Goodbye. REJOINED: it is back in another session. DIED: its connection broke, it fell silent,
+    LEFT: the process sent Goodbye. REJOINED: it is back in another session. DIED: its connection broke, it fell silent,
     or it was restarted. STALLED: a step or a copy does not return. MISBEHAVED: its messages are invalid. REVOKED: its
     key was revoked. FAILED: the scheduler itself failed while it worked for this process.
     """

@@ -55,7 +55,7 @@ def num_streams(submit: Submit) -> int:
 
 
 def name_of(request_id: str, number: int) -> str:
-    """Return the id of a prompt: that of the request for the first prompt, with a suffix for the others."""
+    """Return the id of a prompt: the request's id for the first prompt, with a suffix for the others."""
     return f"{request_id}-{number}" if number else request_id
 
 

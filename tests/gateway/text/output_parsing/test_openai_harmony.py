@@ -1,4 +1,4 @@
-"""Outputs of gpt-oss mean what OpenAI's own implementation of their format says."""
+"""Outputs of gpt-oss are parsed like by OpenAI's own implementation of their format."""
 
 import json
 import re

@@ -58,7 +58,7 @@ def test_a_transcript_whole_and_cut_at_every_position(given: Transcript) -> None
 
 @pytest.mark.parametrize("given", [each for each in TRANSCRIPTS if each.calls], ids=lambda each: each.name)
 def test_a_transcript_that_is_cut_off_anywhere_is_a_beginning(given: Transcript) -> None:
-    """What was told of a call stays so, whenever the text ends."""
+    """Reported parts of a call stay the same, whenever the text ends."""
     names = given.tool_parser, given.reasoning_parser
     for end in range(len(given.text)):
         message = parsed(names, [given.text[:end]], given.prompt)
@@ -100,7 +100,7 @@ MISSING = [
 def test_a_call_in_which_a_quote_is_missing_ends_behind_the_line(
     names: tuple[str, None], text: str, message: ParsedMessage
 ) -> None:
-    """JSON has no line breaks inside of strings, so what is open there is no string."""
+    """JSON has no line breaks inside of strings, so an open quote there begins no string."""
     assert parsed(names, [text]) == message
     for at in range(1, len(text)):
         assert parsed(names, [text[:at], text[at:]]) == message
@@ -138,7 +138,7 @@ def test_any_text_is_the_same_message_however_it_is_cut(
 
 @pytest.mark.parametrize("piece", ["a <b[", "<", "x</tool_call>y", "<tool_call>", "a"])
 def test_what_a_parser_keeps_does_not_grow_with_the_text(piece: str) -> None:
-    """What is kept is searched and copied with every piece, so the work would grow with the square of the text."""
+    """The kept text is searched and copied with every piece, so the work would grow with the square of the text."""
     found = make_format("hermes", "qwen3")
     assert found is not None
     parser = MessageParser(found, "ended", TOOLS)
@@ -152,7 +152,7 @@ DEEP = "[" * 200_000 + "]" * 200_000
 
 
 def test_values_that_are_nested_too_deeply_are_text() -> None:
-    """Python's decoder raises for them what is no error of JSON."""
+    """Python's decoder raises an error for them that is no error of JSON."""
     text = f"<tool_call>save\n<arg_key>a</arg_key>\n<arg_value>{DEEP}</arg_value>\n</tool_call>"
     (call,) = parsed(("glm45", None), [text]).calls
     assert json.loads(call.arguments) == {"a": DEEP}
@@ -178,7 +178,7 @@ def test_whether_the_last_call_is_whole(given: Transcript) -> None:
         calls = joined([*parser.push(given.text[:end]), *parser.finish()]).calls
         if parser.whole and calls:
             whole = given.message.calls[len(calls) - 1].arguments
-            # A number may go on, and what is no JSON has no end.
+            # A number may continue, and text that is no JSON has no end.
             assert calls[-1].arguments == whole or not whole.startswith("{")
         elif calls:
             with pytest.raises(ValueError, match=r"."):

@@ -1,4 +1,4 @@
-"""Arguments in Python as JSON, beside what Python's own parser makes of them."""
+"""Arguments in Python as JSON, beside the results of Python's own parser."""
 
 import ast
 import itertools
@@ -25,7 +25,7 @@ def translated(written: str, cuts: tuple[int, ...] = ()) -> str:
 
 
 def parsed(written: str) -> Any:
-    """What Python reads; raises if that is not what JSON has."""
+    """The value that Python reads; raises if JSON cannot express it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         call = ast.parse(f"f({written}\n)", mode="eval").body

@@ -1,4 +1,4 @@
-"""What models write, by the parsers that read it, and the message that it is."""
+"""Texts of models, by the parsers that read them, and the messages that they mean."""
 
 from typing import NamedTuple
 

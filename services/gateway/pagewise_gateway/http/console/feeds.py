@@ -158,10 +158,10 @@ class Feeds:
             await asyncio.sleep(max(0.05, began + UPDATE_SECONDS[feed.view.part] - monotonic()))
 
     async def _answer(self, feed: _Feed) -> bytes:
-        """Return the events of a view as it is now, or the one that says why it is not shown."""
+        """Return the events of the current state of a view, or the event with the reason why it is not shown."""
         view = feed.view
         try:
-            body = await self._scheduler_client.query("console", view=view)
+            body = await self._scheduler_client.queries.report("console", view=view)
             if body == feed.body:
                 return feed.frame
             had_problem, feed.body = feed.body is None and feed.frame, body
@@ -203,5 +203,5 @@ def _replaced(tokenizer: Tokenizer, value: Any) -> Any:
 
 
 def _problem(view: ConsoleView, message: str) -> bytes:
-    """The event that says why a part is not shown; with no message, that it would be, if there were anything."""
+    """The event with the reason why a part is not shown; without a message, the part has no content yet."""
     return b"event: problem\ndata: %b\n\n" % encode({"part": view.part, "message": message})

@@ -131,7 +131,7 @@ async def block(request: web.Request) -> web.Response:
     view = ConsoleView("block", query.executor, query.tier, block=query.block, tokens=request.app[_SHOWS_TEXT])
     with suppress(LookupError):
         service = request.app[Service.KEY]
-        body = await service.scheduler_client.query("console", view=view)
+        body = await service.scheduler_client.queries.report("console", view=view)
         if view.tokens:
             body = await with_text(service.tokenizer, body)
         return web.Response(body=body, content_type="application/json")
@@ -144,7 +144,7 @@ async def abort(request: web.Request) -> web.Response:
     name = request.match_info["request_id"][:_LONGEST_NAME]
     scheduler_client = request.app[Service.KEY].scheduler_client
     for known_as in dict.fromkeys((name.removeprefix("chatcmpl-").removeprefix("cmpl-"), name)):
-        if await scheduler_client.end_request(known_as):
+        if await scheduler_client.queries.end_request(known_as):
             return web.Response(status=204)
     raise NotFoundError(f"no request {name} runs or waits", "request_id")
 

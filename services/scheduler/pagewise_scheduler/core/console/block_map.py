@@ -122,7 +122,7 @@ def _single(states: bytes, marks: dict[int, list[int]]) -> bytearray:
 
 
 def _cell(states: bytes) -> tuple[int, int]:
-    """The state that most blocks of a cell are in, and their share. Of equal ones, that of more use."""
+    """The state of most blocks of a cell, and their share. Of equally frequent states, the busier one."""
     cached, in_use = states.count(CACHED), states.count(IN_USE)
     free = len(states) - cached - in_use
     number, state = max((in_use, IN_USE), (cached, CACHED), (free, FREE))

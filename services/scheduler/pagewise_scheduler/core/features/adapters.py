@@ -292,7 +292,7 @@ class AdapterSlots(Feature):
             self._failed(load, message.error)
             if slot is None:
                 return []
-            # Requests that name an equal adapter by another path do not fail: that path is tried for them.
+            # Requests that name an equal adapter by another path do not fail: executors load that path for them.
             return self._unpark_all(lambda one: (one.content, one.path) == (content, adapter.path))
         if load.checked is not None:
             self._checks.remove(load)

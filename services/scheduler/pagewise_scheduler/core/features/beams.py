@@ -193,7 +193,7 @@ class BeamGroups(Feature):
                 heir.table = self._fork(parent.table, len(history) + parent.num_prompt_tokens)
             heir.output_token_ids = array("i", (*history, one.token))
             members.append(heir)
-        for heir in members:  # after all forks, because what others share it must not write
+        for heir in members:  # after all forks, because it must not write shared blocks
             self._run(heir)
         group.members = members
         for unused in spare:

@@ -8,11 +8,11 @@ kept, and this one.
 The scheduler drafts, because it has the tokens and allocates the blocks. But it plans a step before the step in flight
 is back, and a draft has to continue tokens that are known. So where a draft is in sight (the last known tokens occurred
 before), the next plan waits for the step in flight. It also waits while a step with drafts is in flight, because only
-the result says how far each row is. One step is in flight then instead of two, which costs a round trip between
-executor and scheduler per step. That pays where few sequences run and drafts are right: above ``disable_by_batch_size``
-running sequences nothing is drafted, and a sequence whose drafts are wrong pauses. The alternative is drafting in the
-executor, which knows the tokens first. Two steps would stay in flight, but the scheduler could plan neither a row's
-blocks nor its end.
+the result has the number of accepted tokens of each row. One step is in flight then instead of two, which costs a round
+trip between executor and scheduler per step. That pays where few sequences run and drafts are right: above
+``disable_by_batch_size`` running sequences nothing is drafted, and a sequence whose drafts are wrong pauses. The
+alternative is drafting in the executor, which knows the tokens first. Two steps would stay in flight, but the scheduler
+could plan neither a row's blocks nor its end.
 
 Nothing is drafted where sampling depends on more than the model, see ``is_draftable``. The KV of tokens that were not
 kept is behind the last known token, where the next step overwrites it, and blocks are cached up to that token only.

@@ -91,7 +91,7 @@ class FairShares(Feature):
         held = self._blocks_of(sequence for sequence in running if sequence.request.params.priority == lowest)
         account, most = held.most_common(1)[0]
         over = most > self._share(self._kv.num_total)
-        return self.scheduler.recoveries.choose_victim(running, account) if over else None
+        return self.scheduler.recoveries.planner.choose_victim(running, account) if over else None
 
     def begin_step(self, step: int) -> None:
         """Preempt for the sequence that is next, if it has waited long enough and can start then."""
@@ -168,7 +168,9 @@ class FairShares(Feature):
         most = max(filter(accounts.__contains__, over), key=over.__getitem__, default=None)
         if most is None or over[most] <= 0:
             return None
-        return self.scheduler.recoveries.choose_victim([one for one in candidates if one.request.account is most])
+        return self.scheduler.recoveries.planner.choose_victim(
+            [one for one in candidates if one.request.account is most]
+        )
 
 
 def _is_preemptible(sequence: RequestSequence, head: RequestSequence) -> bool:

@@ -88,7 +88,7 @@ class Feature:
         return ()
 
     def may_start(self, sequence: RequestSequence) -> bool:
-        """Whether a waiting sequence may start, whatever is cached of it; asked in each step with room."""
+        """Whether a waiting sequence may start, with any cached prefix; called in each step with room."""
         return True
 
     def is_ready(self, sequence: RequestSequence, num_cached: int) -> bool:
@@ -130,7 +130,7 @@ class Feature:
     def decodes(self, sequence: RequestSequence) -> bool:
         """Whether a sequence decodes in the steps after the one that ends its prefill.
 
-        False: it leaves its row, and the feature decides how it goes on when that step has come back.
+        False: it leaves its row, and the feature decides how it continues when that step has come back.
         """
         return True
 
@@ -182,7 +182,7 @@ class Feature:
         return ended
 
     def leave(self, request: Request, last_step: int) -> None:
-        """A request has ended or migrates; harmless the second time. ``last_step``: the last one that was planned."""
+        """A request has ended or migrates; harmless the second time. ``last_step``: the last planned step."""
 
     # ---- the executor --------------------------------------------------------------------------------
 

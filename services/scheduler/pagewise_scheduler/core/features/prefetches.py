@@ -133,7 +133,7 @@ class Prefetches(Feature):
         recoveries, table = self.scheduler.recoveries, prefetch.table
         start, found = len(table.blocks), None
         if room > 0:
-            found = recoveries.find_at_peers(table.cache_salt, prefetch.tokens, start)
+            found = recoveries.planner.find_at_peers(table.cache_salt, prefetch.tokens, start)
         if found is None:
             prefetch.asks = False
             self._release_if_done(prefetch)

@@ -115,7 +115,7 @@ class Segments(Feature):
             if sequence.finished:
                 continue
             prefix, start = self.scheduler.prefilling.admission.cached_prefix(sequence)
-            plan = self.scheduler.recoveries.choose(prefix, 1.0, sequence)
+            plan = self.scheduler.recoveries.planner.choose(prefix, 1.0, sequence)
             if plan.peer is not None and plan.method != "recompute" and self.lacks(sequence, start):
                 prefetches = self.scheduler.features.prefetches
                 prefetches.want(sequence, plan.end * self._kv.block_size)

@@ -25,7 +25,7 @@ class WindowTable:
         return self.first + len(self.blocks)
 
     def take(self, other: "WindowTable") -> None:
-        """Have what ``other`` has."""
+        """Take the blocks of ``other``."""
         self.first, self.blocks = other.first, other.blocks
 
     def clear(self) -> None:
@@ -52,7 +52,7 @@ class StateTable(WindowTable):
     entry: int | None = None
 
     def take(self, other: WindowTable) -> None:
-        """Have what ``other`` has."""
+        """Take copies of the lists of blocks and tokens of ``other``."""
         assert isinstance(other, StateTable)
         self.blocks, self.tokens, self.entry, self.stop = [*other.blocks], [*other.tokens], None, -1
 
@@ -100,9 +100,9 @@ class BlockTable:
 
     ``cache_salt``: whose cache it shares. ``last_node``: the node of the last block whose content is in the prefix
     tree; the tree owns the blocks up to it, the sequence alone owns the blocks after it. ``owner``: the request
-    of the sequence. ``windows``: its tables in the groups of windowed layers. ``due``: the depths at which snapshots of
-    these are to be taken while its prompt is computed, in order. ``tails``: of those near
-    its end, the blocks from there to its end.
+    of the sequence. ``windows``: its tables in the groups of windowed layers. ``due``: the depths at which its windows
+    take snapshots while its prompt is computed, in order. ``tails``: of the snapshots near its end, the blocks from
+    there to its end.
     """
 
     __slots__ = ("block_size", "blocks", "cache_salt", "due", "last_node", "owner", "tails", "windows")

@@ -83,7 +83,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def order(self, block: CachedBlock) -> float:
-        """Its place within the group; the lowest goes first."""
+        """Its place within the group; the lowest is evicted first."""
         ...
 
     def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
@@ -237,7 +237,7 @@ class EvictionQueue(Generic[EvictableT]):
             heapq.heappush(group, entry)
 
     def pop(self) -> EvictableT | None:
-        """Take the block that goes first; None if none may be evicted."""
+        """Take the block to evict first; None if none may be evicted."""
         block = self.peek()
         if block is not None:
             _, self.price, key = self._worth[0]
@@ -251,7 +251,7 @@ class EvictionQueue(Generic[EvictableT]):
         return block
 
     def peek(self) -> EvictableT | None:
-        """The block that goes first, left where it is; None if none may be evicted."""
+        """The block to evict first, without taking it; None if none may be evicted."""
         while self._worth:
             key = self._worth[0][2]
             entry = self._groups[key][0]
@@ -261,7 +261,7 @@ class EvictionQueue(Generic[EvictableT]):
         return None
 
     def first(self, count: int) -> list[EvictableT]:
-        """The blocks that go first as things are now, at most ``count``; fewer if most entries are stale.
+        """The blocks to evict first at present, at most ``count``; fewer if most entries are stale.
 
         Looks at a few entries of each group, from the top of its heap on.
         """
@@ -284,7 +284,7 @@ class EvictionQueue(Generic[EvictableT]):
         return found
 
     def _candidate(self, key: _Key, index: int) -> tuple[int, float, int, _Key, int]:
-        """An entry of a group, so that the one that goes first compares as the least."""
+        """An entry of a group, which compares as less than later ones."""
         _, tie, _, block = self._groups[key][index]
         return key[0], self._policy.value(block), tie, key, index
 

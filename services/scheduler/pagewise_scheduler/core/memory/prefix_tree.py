@@ -1,9 +1,9 @@
 """The prefix tree, which maps contents to blocks: full blocks, one level per block of tokens.
 
-The way from the root to a node spells the tokens of a prefix, so a node stands for the same content as its chained
-block hash (parent, tokens, extra keys), exactly: a look-up compares tokens. That is cheaper than hashing, and the
-tree knows a block's descendants, which eviction asks for. Hashes name blocks outside of it; they are computed on
-demand. Each cache salt (a tenant, an adapter) has a root of its own; the model is the same for the whole tree.
+The way from the root to a node spells the tokens of a prefix, so a node identifies the same content as its chained
+block hash (parent, tokens, extra keys), exactly: a look-up compares tokens. That is cheaper than hashing, and the tree
+knows a block's descendants, which eviction asks for. Hashes name blocks outside of it; they are computed on demand.
+Each cache salt (a tenant, an adapter) has a root of its own; the model is the same for the whole tree.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from pagewise_shared.protocol import DEVICE
 from pagewise_scheduler.core.memory.eviction_history import LossLog, RequestRef, root_key
 
 NOWHERE = -1
-"""The id of a block in a tier where it does not lie, and the tier of one that lies in none."""
+"""The id of a block in a tier that does not have it, and the tier of a block that no tier has."""
 
 PRIVATE = 1
 """The bit of ``CachedBlock.flags`` of blocks whose cache salt belongs to some clients only."""
@@ -30,16 +30,16 @@ _UNKNOWN = BlockHash(b"")
 class CachedBlock:
     """A full block whose content is known: ``tokens`` (int32 bytes) after its ancestors' tokens.
 
-    It lies in one tier or in several; a root lies nowhere. On the device its ancestors lie there too.
+    One or several tiers have it; no tier has a root. If the device has it, it has its ancestors too.
 
     Fields:
         block: its id on the device. copies: its ids in the tiers below, by their numbers; a tuple, because most blocks
-            have none and share one. ``NOWHERE``: it does not lie there. num_tiers: tiers in which it lies.
-        depth: blocks from the root, which has 0. num_on_device: children that lie on the device.
-        last_used: tick of its last release on the device. hash: its block hash, empty until ``hash_of`` is asked for
-        it. kind: an eviction policy's class of it, 0: none. flags: bits of the tiers without ids (see ``HashedTier``),
-        and ``PRIVATE``. cached_by: the request that computed it, if that is known. history_key: its key in
-        ``eviction_history``, 0 until it is asked for.
+            have none and share one. ``NOWHERE``: the tier does not have it. num_tiers: tiers that have it.
+        depth: blocks from the root, which has 0. num_on_device: children that the device has. last_used: tick of its
+        last release on the device. hash: its block hash, empty until ``hash_of`` is asked for it. kind: an eviction
+        policy's class of it, 0: none. flags: bits of the tiers without ids (see ``HashedTier``), and ``PRIVATE``.
+        cached_by: the request that computed it, if that is known. history_key: its key in ``eviction_history``, 0 until
+        it is asked for.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class CachedBlock:
 
     @property
     def nearest_tier(self) -> int:
-        """The number of the nearest tier that it lies in; ``NOWHERE``: it lies in none."""
+        """The number of the nearest tier that has it; ``NOWHERE``: no tier does."""
         if self.block >= 0:
             return DEVICE
         for tier, copy in enumerate(self.copies):
@@ -84,7 +84,7 @@ class CachedBlock:
         return NOWHERE
 
     def block_id(self, tier: int) -> int:
-        """Its id in a tier; ``NOWHERE``: it does not lie there."""
+        """Its id in a tier; ``NOWHERE``: the tier does not have it."""
         if tier == DEVICE:
             return self.block
         return self.copies[tier] if tier < len(self.copies) else NOWHERE
@@ -148,7 +148,7 @@ def block_keys(tokens: bytes, block_size: int, num_tokens: int | None = None) ->
 
 
 def cache_salt_of(node: CachedBlock) -> str | None:
-    """The cache salt of the root that a block stands below."""
+    """The cache salt of the root of a block."""
     while node.parent is not None:
         node = node.parent
     return node.cache_salt if isinstance(node, _Root) else None
@@ -179,7 +179,7 @@ class PrefixTree:
         return found
 
     def root_of(self, cache_salt: str | None) -> CachedBlock | None:
-        """The root of a cache salt, if anything of it is cached."""
+        """The root of a cache salt; None if it has no cached block."""
         return self._roots.get(cache_salt)
 
     def root_hash(self, cache_salt: str | None) -> BlockHash:
@@ -207,12 +207,12 @@ class PrefixTree:
         return self._key_bytes // _BYTES_PER_TOKEN
 
     def newest_salts(self) -> Iterator[str | None]:
-        """The cache salts of which anything is cached, the newest first."""
+        """The cache salts with cached blocks, the newest first."""
         return reversed(self._roots)
 
     @property
     def roots(self) -> list[CachedBlock]:
-        """The roots of all cache salts of which anything is cached."""
+        """The roots of all cache salts with cached blocks."""
         return list(self._roots.values())
 
     @staticmethod

@@ -28,7 +28,7 @@ _LEAST_HALF_LIFE = 1 << 15
 """Counted uses after which old counts weigh half; as many as prefixes are remembered, if these are more."""
 _MOST_BETWEEN_LESSONS = 1 << 10
 _MOST_USES_KEPT = 4
-"""Uses that are kept for each prefix that is remembered: one that is used often leaves many."""
+"""Uses that are kept for each remembered prefix, because a popular prefix has many."""
 
 _FIRST_SPAN = 64
 _SPANS = 40
@@ -46,7 +46,7 @@ not in more than half of all cases. If clients announce returns that do not happ
 
 
 def _span(age: int) -> int:
-    """The number of the span that an age lies in."""
+    """The number of the span that contains an age."""
     return 0 if age < _FIRST_SPAN else min(int(2 * log2(age)) - 11, _SPANS - 1)
 
 
@@ -200,7 +200,7 @@ class UseHistory:
 
 
 def _is_announced(kind: int) -> bool:
-    """Whether a class is one of prefixes that are said to be used again."""
+    """Whether a class is one of prefixes whose next use is announced."""
     return kind % NUM_ENDINGS >= PREEMPTED and kind % NUM_ENDINGS != BATCH
 
 

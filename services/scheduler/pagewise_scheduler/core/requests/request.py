@@ -284,7 +284,7 @@ class Request:
             self.create_next()
 
     def create_next(self) -> RequestSequence:
-        """Create the next sequence that is pending, with a block table like that of the one before."""
+        """Create the next sequence that is pending, with a block table like its predecessor's."""
         index = len(self.sequences)
         block_size, windows = 1, tuple[WindowTable, ...]()
         if index:

@@ -1,4 +1,4 @@
-"""Where a request's time goes: facts that are noted at its turning points, from which its report is made."""
+"""How a request spends its time: facts that are noted at its turning points, from which its report is made."""
 
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -171,7 +171,7 @@ class OtherSalt(NamedTuple):
 class NoSnapshot(NamedTuple):
     """A group of layers without a snapshot behind cached tokens. ``kind``: of its blocks.
 
-    ``lost``: the last one that is known to have been there, behind the first ``position`` tokens.
+    ``lost``: the last known one, behind the first ``position`` tokens.
     """
 
     kind: GroupKind
@@ -182,7 +182,7 @@ class NoSnapshot(NamedTuple):
 class NoWindow(NamedTuple):
     """Cached ``tokens`` from ``position`` on behind which no sequence can begin: no tier has the windows or states of
     the groups in ``lacking`` there. ``cached_by``: the request that computed the last of them. ``due``: the number of
-    tokens behind which this request is to take a snapshot of what was cached; 0: nowhere."""
+    tokens behind which this request is to take a snapshot of the cached blocks; 0: nowhere."""
 
     position: int
     tokens: int
@@ -209,7 +209,7 @@ class MissedPrefix:
 
 
 class _Wait(NamedTuple):
-    """A wait that has not ended. ``cause``: None in a queue where the scheduler's work tells the causes apart.
+    """A wait that has not ended. ``cause``: None in a queue where the scheduler's work determines the causes.
 
     ``queue``: the work of the scheduler in whose queue the request is, with ``before``: its sums at ``since``.
     """
@@ -243,7 +243,7 @@ class Timeline:
         prefill, decode: steps between its start and its first token, and from there to its end.
         missed: why its prefix was not cached. departures: from executors, and interruptions: by resets of its
             executors; the last few.
-        computed: tokens of it that steps have computed beside its decodes, also those that were computed again.
+        computed: tokens of it that steps have computed beside its decodes; recomputed tokens count again.
         chunks: the part of it in each of these steps; of many, neighbours are joined.
     """
 
@@ -347,7 +347,7 @@ class Timeline:
         self._running = self._wait = None
 
     def left(self, executor_id: str, reason: str, now: float) -> None:
-        """It leaves its executor, and goes on elsewhere."""
+        """It leaves its executor, and continues on another one."""
         departure = Departure(now, executor_id, reason, ran=self._running is not None)
         self.departures = (*self.departures[1 - _DEPARTURES :], departure)
         self._leave(now)

@@ -44,7 +44,7 @@ class QueueLoad(NamedTuple):
         return QueueLoad(self.sequences - other.sequences, self.tokens - other.tokens)
 
     def fits(self, most: "QueueLoad") -> bool:
-        """Whether neither number exceeds that of ``most``."""
+        """Whether neither number exceeds its limit in ``most``."""
         return self.sequences <= most.sequences and self.tokens <= most.tokens
 
 

@@ -189,7 +189,7 @@ class ExecutorView:
         return Match(prefix.num_tokens, lower, expected, spared, prefix.gap, tuple(prefix.offloaded))
 
     def _spared(self, query: PrefixQuery, expected: int) -> int:
-        """The number of tokens behind the first ``expected`` ones that need not be computed thanks to segments."""
+        """The number of tokens behind the first ``expected`` tokens that segments spare from computing."""
         kv, spared = self.scheduler.kv, 0
         for original in query.originals(kv.block_size):
             moved = sum(max(0, one.stop - max(one.moved, expected)) for one in original.segments)

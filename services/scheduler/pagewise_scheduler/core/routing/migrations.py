@@ -27,7 +27,7 @@ class Migration(NamedTuple):
 class Migrations:
     """The requests of one executor, ``source``, that are to migrate.
 
-    ``touch``: called with executors that have something new to plan.
+    ``touch``: called with executors that have new work to plan.
     """
 
     def __init__(self, source: ExecutorView, roles: Roles, touch: Callable[[ExecutorView], None]) -> None:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.routing.executor_view import CostEstimate, ExecutorView, Match, Placement
 from pagewise_scheduler.core.routing.prompts import PrefixQuery
-from pagewise_scheduler.core.tiers.recovery import Known
+from pagewise_scheduler.core.tiers.recovery_planner import Known
 
 RoutingName = Literal["ttft", "prefix", "least-loaded", "round-robin"]
 ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
@@ -83,7 +83,7 @@ class Continuation(NamedTuple):
 
 
 Continues = Callable[[ExecutorView, CostEstimate], Continuation]
-"""How a request continues after its prompt, if that executor computes it at those costs."""
+"""How a request continues after its prompt, if that executor computes it at these costs."""
 
 RoutingPolicy = Callable[[Sequence[ExecutorView], PrefixQuery, float, Continues | None], Choice]
 """Chooses among executors, at least two of them, for the prompt of a query, at a time in seconds.
@@ -129,8 +129,8 @@ def cheapest_recovery(candidate: Candidate, holder: Candidate) -> PredictedRecov
     if not match.offloaded and not candidate.query.stored and num_fetchable <= match.device // size:
         return computed  # most prompts: neither a lower tier nor a peer has more of it
     known = Known(num_tokens, match.device // size, match.gap, match.offloaded, candidate.query.stored)
-    peer = holder.executor.scheduler.recoveries.endpoint, num_fetchable
-    plan = recoveries.predict(known, share, peer)
+    peer = holder.executor.scheduler.recoveries.planner.endpoint, num_fetchable
+    plan = recoveries.planner.predict(known, share, peer)
     if not plan.parts:
         return computed
     there = max(plan.end * size, match.reused)
@@ -236,7 +236,7 @@ class Roles:
 
 
 class AfterPrompt:
-    """The possible continuations of a request after the prompt of ``query``, at those of ``executors`` that could hold
+    """The possible continuations of a request after the prompt of ``query``, at each of ``executors`` that could hold
     and serve it. ``now``: seconds."""
 
     def __init__(
@@ -261,7 +261,7 @@ class AfterPrompt:
         return Continuation(None, estimate.recovery * waiting + self._decode_seconds(executor))
 
     def best_elsewhere(self, executor: ExecutorView, computing: float) -> Continuation:
-        """The cheapest migration away from ``executor``, where the prompt takes ``computing`` seconds."""
+        """The cheapest migration from ``executor``, where the prompt takes ``computing`` seconds."""
         best = Continuation(None, inf)
         for decoder in self._decoders:
             if decoder is not executor:
@@ -284,8 +284,8 @@ class AfterPrompt:
     def _move_seconds(self, executor: ExecutorView, decoder: ExecutorView, computing: float) -> float:
         """Seconds from the end of the prompt until its KV and its adapter are at ``decoder``; infinite if it cannot
         fetch from ``executor``."""
-        peer = executor.scheduler.recoveries.endpoint
-        if not decoder.scheduler.recoveries.can_fetch_from(peer):
+        peer = executor.scheduler.recoveries.planner.endpoint
+        if not decoder.scheduler.recoveries.planner.can_fetch_from(peer):
             return inf
         kv, link, num_blocks = decoder.scheduler.kv, decoder.costs.link(peer), self._num_blocks(decoder)
         # All blocks but the ones of the last chunk are fetched while later chunks are computed.
@@ -324,7 +324,7 @@ def place(
     continues: Continues | None = None
     if roles is not None and any(executor.role != "both" for executor in executors):
         continues = AfterPrompt(request, query, executors, roles, now).best
-        # Predictions keep all but short or cached prompts away from decoders. Other policies do not use decoders.
+        # By the predictions, decoders get only short or cached prompts. Other policies do not use decoders.
         allowed = [one for one in executors if one.role != "decode"] or executors
         executors = executors if isinstance(policy, LeastTimeToFirstToken) else allowed
     if len(executors) > 1:

@@ -109,7 +109,7 @@ class Admission:
         return self._kv.num_taken(self._kv.without_copy(self._longest_prefix(sequence)), sequence.num_tokens)
 
     def _may_begin(self, sequence: RequestSequence, oldest_step: int | None) -> bool:
-        """Whether a waiting sequence may start, whatever is cached of it. Notes it in ``held`` if a feature does not
+        """Whether a waiting sequence may start, with any cached prefix. Notes it in ``held`` if a feature does not
         permit that."""
         # A sequence that was to compute a segment has ended, and its request has no sequences any more, if another
         # request has computed the segment meanwhile.
@@ -140,7 +140,7 @@ class Admission:
         self, head: RequestSequence, best: RequestSequence, room: int
     ) -> tuple[RequestSequence, CachedPrefix] | None:
         """``best`` if there is room for it, else ``head`` if there is, else none. No other sequence of the window is
-        tried, because a large head would wait for ever while smaller sequences take the room."""
+        admitted, because a large head would wait for ever while smaller sequences take the room."""
         prefix = self._fitting(best, room)
         if prefix is None and best is not head:
             best, found = head, self._find(head)

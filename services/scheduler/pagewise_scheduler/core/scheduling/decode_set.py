@@ -1,4 +1,4 @@
-"""The sequences that compute one token in every step, and calendars of the steps in which they need something.
+"""The sequences that compute one token in every step, and calendars of the steps in which they need a block or end.
 
 All of them advance in lockstep. So it is known steps ahead in which step a sequence crosses a block boundary or reaches
 its length, and this is filed under the step's number. A step in which nothing is due costs nothing per sequence. Only a

@@ -59,7 +59,8 @@ def find_missed(
 def _no_window(
     kv: KVCacheManager, due: Sequence[int], usable: int, unusable: Sequence[CachedBlock], lost: Sequence[int]
 ) -> NoWindow:
-    """Say what lacks behind ``unusable`` blocks, the first ``usable`` blocks of the prompt before them.
+    """Report the groups without snapshots behind ``unusable`` blocks, which follow the first ``usable`` blocks of the
+    prompt.
 
     ``due``: where the sequence is to take snapshots. ``lost``: the keys of the lost blocks of the prompt behind them.
     """

@@ -113,8 +113,8 @@ class PlanBuilder:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything collected so far except the demotions: their blocks are in lower tiers already, as far as
-        the tiers' bookkeeping says."""
+        """Forget everything collected so far except the demotions: their blocks are in lower tiers already in the
+        tiers' bookkeeping."""
         self.copies.forget_copies_on_write()
         self._left: list[int] = []
         self._joined: list[NewSequence] = []
@@ -206,7 +206,7 @@ class PlanBuilder:
 
     @property
     def moves_enough(self) -> bool:
-        """Whether no other sequence with segments goes on in this plan."""
+        """Whether no other sequence with segments continues in this plan."""
         return len(self.moves) >= MAX_MOVES or sum(one.stop - one.start for one in self.moves) >= MAX_MOVED_TOKENS
 
     def build(self, epoch: int, step: int, loads: list[BlockCopies], unmapped: bytes = b"") -> StepPlan:

@@ -29,7 +29,8 @@ class PrefillSet:
     """Ordered set of sequences in prefill.
 
     ``admission``: chooses which sequences start. ``activity``: counts the work for which waiting sequences wait.
-    ``num_queries``: tokens of requests that started for the first time; ``num_hits``: those found on the device.
+    ``num_queries``: tokens of requests that started for the first time; ``num_hits``: the tokens of them found on the
+    device.
     """
 
     def __init__(self, scheduler: "Scheduler") -> None:
@@ -174,7 +175,7 @@ class PrefillSet:
             self.admission.held.clear()  # no sequence is chosen in this step
             return chunks
         # Running prefills take their blocks chunk by chunk. The blocks that they have yet to take count as taken:
-        # otherwise sequences would start that preempt each other before they have computed anything.
+        # otherwise sequences would start that preempt each other before they have computed a token.
         owed = self.blocks_owed()
         self._note_computing(in_flight)
         oldest = in_flight[0].step if in_flight else None
@@ -220,19 +221,19 @@ class PrefillSet:
         kv.eviction_history.reserves_for(table.owner)
         self._waiting.take(sequence, SequenceStatus.PREFILL)
         sequence.path = []
-        plan = self._recoveries.choose(prefix, share, sequence)
+        plan = self._recoveries.planner.choose(prefix, share, sequence)
         if plan.parts:
             prefix = kv.without_copy(prefix)
             if not all(feature.holds(sequence, prefix.num_tokens) for feature in sequence.request.features):
                 # The plan would recompute tokens of segments whose originals are not held, because admission counted
                 # the blocks in lower tiers as cached. So all of these blocks are loaded.
-                plan = self._recoveries.choose(prefix, share)
+                plan = self._recoveries.planner.choose(prefix, share)
                 plan.method = "load"
         if plan.method == "load":
             loaded = kv.loaded_to(prefix, plan.end)
             if kv.num_taken(loaded, sequence.num_tokens) <= kv.num_available:
                 prefix = loaded
-            else:  # other sequences use the windows that it would share, but not those that it would load
+            else:  # other sequences use the windows that it would share, but not the windows that it would load
                 plan = RecoveryPlan("device", start=len(prefix.blocks))
         self._plan.copy(kv.take(table, prefix))
         kv.expect_snapshots(table, prefix, sequence.num_tokens)

@@ -350,7 +350,7 @@ class Scheduler:
         """The running sequence to preempt: a feature's choice, or the sequence that costs the least."""
         running = self.running
         chosen = (feature.victim(running) for feature in self.features.in_use)
-        return next(filter(None, chosen), None) or self.recoveries.choose_victim(running)
+        return next(filter(None, chosen), None) or self.recoveries.planner.choose_victim(running)
 
     def _commit(self, step: int, decoding: list[RequestSequence], chunks: Chunks, loads: Loads) -> StepPlan:
         """Note the step as in flight and build its plan."""
@@ -424,7 +424,7 @@ class Scheduler:
     def fail(self, epoch: int, *, shrink_steps: bool = True) -> list[Request]:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, and recompute everything.
 
-        ``shrink_steps``: False if something else failed, copies for instance; then steps stay as large as they are.
+        ``shrink_steps``: False if another operation failed, copies for instance; then steps stay as large as they are.
         Returns the requests that failed for good: their step had one sequence, no draft, and cannot be made smaller.
         """
         failed: list[Request] = []

@@ -5,7 +5,7 @@ least per page gives it up.
 
 The executor chooses the pages of a block when a plan names the block first. A freed block keeps its pages, and is taken
 again before ids without pages. Only when a group needs pages that free blocks of another group keep, such blocks lose
-them (they are *unmapped*), and the plan says so.
+them (they are *unmapped*), and the plan lists them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -42,7 +42,7 @@ class WindowShape(NamedTuple):
 
     @property
     def kind(self) -> GroupKind:
-        """What its blocks hold."""
+        """The kind of content of its blocks."""
         return "state" if self.state else "chunk" if self.chunked else "window"
 
 
@@ -60,12 +60,12 @@ class ArenaShape:
 
     @property
     def kinds(self) -> tuple[GroupKind, ...]:
-        """What the blocks of each group hold, by its number on the wire."""
+        """The kind of content of each group's blocks, by the group's number on the wire."""
         return ("latent" if self.latent else "full", *(one.kind for one in self.windows))
 
 
 class Member(Protocol):
-    """A group's blocks in the arena. ``num_used``: blocks that hold something; ``num_cached``: those that may go.
+    """A group's blocks in the arena. ``num_used``: blocks with content; ``num_cached``: the evictable blocks of these.
 
     ``num_unmapped``: ids without pages. All of them are free, and are taken after the other free ones.
     """
@@ -76,7 +76,7 @@ class Member(Protocol):
 
     @property
     def num_used(self) -> int:
-        """Blocks that hold something, whether it is in use or not."""
+        """Blocks with content, in use or cached."""
         ...
 
     @property
@@ -167,7 +167,7 @@ def _num_kept(member: Member) -> int:
 
 
 def per_page(policy: EvictionPolicy, value: float, num_pages: int) -> float:
-    """The value of each of ``num_pages`` that are evicted together: a share of what they save, or their last use."""
+    """The value of each of ``num_pages`` that are evicted together: a share of their saving, or their last use."""
     return value / num_pages if policy.learns else value
 
 
@@ -258,7 +258,7 @@ class SharedHostTier(_Shared, HostTier):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Pages of the tier, and those that hold something."""
+        """Pages of the tier, and pages with content."""
         return self.arena.num_pages, self.arena.num_pages - self.arena.num_free
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:

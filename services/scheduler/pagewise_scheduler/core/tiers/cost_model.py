@@ -122,7 +122,7 @@ class Link(OnlineLine):
             self.busy_until += seconds - predicted
 
     def waited(self, seconds: float, least: float) -> None:
-        """A load has taken so much longer than the link itself; ``least``: a wait that is no surprise."""
+        """Learn the wait of a load beside the time of its link, in seconds; ``least``: an expected wait."""
         most = _MOST_SURPRISE * max(self.wait, least)
         self._num_waits += 1
         self.wait += max(_WAIT_GAIN, 1 / self._num_waits) * (min(max(0.0, seconds), most) - self.wait)
@@ -139,7 +139,8 @@ class Link(OnlineLine):
 
 
 def together(blocks: Mapping[Link, int], queued: Callable[[Link], int] = lambda link: 0) -> tuple[Link, int]:
-    """A link that stands for several which bring ``blocks`` at the same time, and how many blocks are queued there.
+    """A link equivalent to several links that transfer ``blocks`` at the same time, and how many blocks are queued
+    there.
 
     ``queued``: returns the number of blocks queued at each.
     """
@@ -178,12 +179,12 @@ class TierCosts:
 
 
 def _begin_with(of: CopyCosts) -> TierCosts:
-    """Lines with these constants, until something has been copied."""
+    """Lines with these constants, until blocks have been copied."""
     return TierCosts(Link(of.load_setup, of.load_block), OnlineLine((of.store_setup, of.store_block), (1.0, 32.0)))
 
 
 Eviction = EvictionName | EvictionPolicy | UseHistory
-"""Which eviction policy: by name, one that exists, or by cost with a history that executors share."""
+"""An eviction policy: its name, an object, or a history that executors share, for the policy by cost."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -257,8 +258,8 @@ class CostModel:
         """A step with chunks took so long. ``num_tokens``, ``attention``, ``context``: as ``features`` has them."""
         self.prefill.observe(seconds, 1, num_tokens, attention, context)
         if num_tokens <= self.block_size:
-            # Bounded, for a step that once waited for something else would have all recoveries recompute from then on,
-            # and few steps that could correct it follow them.
+            # Bounded, because after one step that waited for another process all recoveries would recompute from then
+            # on, and few steps that could correct it follow them.
             seconds = min(seconds, 4 * max(self.small_step, _LEAST_SMALL_STEP))
             self.small_step += _SMALL_STEP_GAIN * (seconds - self.small_step)
 
@@ -305,7 +306,7 @@ class CostModel:
         return next((costs.load for number, costs in self.tiers.items() if number > tier), None)
 
     def load_waited(self, link: Link, seconds: float) -> None:
-        """A load has taken so much longer than its link."""
+        """Learn the wait of a load beside the time of its link, in seconds."""
         link.waited(seconds, self.prefill.predict(1, self._chunk, 0, 0))
 
     def estimate(
@@ -327,7 +328,7 @@ class CostModel:
         split = max(gap * self.block_size, self.split(start, tokens, link, ahead, share))
         compute = self.compute_seconds(start, split, share)
         empty_step = self.compute_seconds(start, 1)
-        # The front goes half of the way in each step until the rest is small: that many steps more.
+        # The front advances by half of the rest in each step until the rest is small: that many steps more.
         halvings = max(0.0, log2(compute / (SMALL_STEPS * empty_step))) if empty_step > 0 < compute else 0.0
         both = self.both_bias * max(
             compute + halvings * empty_step,
@@ -388,7 +389,7 @@ class CostModel:
 
 
 def make_policy(eviction: Eviction, costs: CostModel, num_blocks: int) -> EvictionPolicy:
-    """The policy for a pool of ``num_blocks``: the one of that name, one that shares a history, or the one given."""
+    """The policy for a pool of ``num_blocks``: by name, by cost with a shared history, or the given object."""
     if eviction == "lru":
         return LeastRecentlyUsed()
     if eviction == "cost" or isinstance(eviction, UseHistory):

@@ -1,4 +1,4 @@
-"""The KV memory of a model with several groups of layers: those that see all tokens, and windows."""
+"""The KV memory of a model with several groups of layers: full attention, windows and states."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +109,7 @@ class GroupedKVCacheManager(KVCacheManager):
 
     @property
     def group_kinds(self) -> tuple[GroupKind, ...]:
-        """What the blocks of each group hold, by its number on the wire."""
+        """The kind of content of each group's blocks, by the group's number on the wire."""
         return self.shape.kinds
 
     # ---- pages ---------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class GroupedKVCacheManager(KVCacheManager):
 
     @property
     def num_available(self) -> int:
-        """Pages that can be handed out now: free ones, and those of cached blocks, which are evicted for it."""
+        """Pages that can be allocated now: free pages, and pages of cached blocks, which are evicted for it."""
         return self._arena.num_available
 
     @property
@@ -237,8 +237,8 @@ class GroupedKVCacheManager(KVCacheManager):
         return all(nearest_pool(group, node) is not None for group in self.windows)
 
     def loaded_to(self, prefix: CachedPrefix, end: int) -> CachedPrefix:
-        """The prefix of a sequence that loads what the device lacks to begin behind ``end`` blocks: the blocks and the
-        windows that it has. The sequence shares them."""
+        """The prefix of a sequence that begins behind ``end`` blocks and loads the missing ones: the blocks and the
+        windows that the device has. The sequence shares them."""
         blocks = [*takewhile(lambda node: node.block >= 0, prefix.path[:end])]
         windows = tuple(group.table_at(prefix.path, end) for group in self.windows)
         found = CachedPrefix(blocks, -1, 0, len(blocks) * self.block_size, windows=windows, resume=end)
@@ -269,7 +269,7 @@ class GroupedKVCacheManager(KVCacheManager):
 
     def begin_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
         """Let a table that has taken a prefix have blocks for the windows that are loaded, which are ``held``, and for
-        what its sequence writes. Returns copies as ``grow`` does."""
+        the first tokens that its sequence writes. Returns copies as ``grow`` does."""
         made: list[BlockCopy] = []
         loads = held or [[]] * len(self.windows)
         for group, one, locations in zip(self.windows, table.windows, loads, strict=True):

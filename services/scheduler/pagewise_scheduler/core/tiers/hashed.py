@@ -33,13 +33,13 @@ class HashedTier(Tier):
     """A tier without ids, which several executors may share.
 
     Blocks come here in two ways. A tier above that evicts a block offers it, as to any tier. And when a sequence ends,
-    its blocks that do not lie here wait to be written back, the beginning of a prefix before its end: each plan takes
-    some along. If one of them is not worth the copy, or lies in no tier any more before its turn, the blocks that
-    follow it are not written either.
+    its blocks that the tier lacks wait to be written back, the beginning of a prefix before its end: each plan takes
+    some along. If one of them is not worth the copy, or no tier has it any more at its turn, the blocks that follow it
+    are not written either.
 
     A prefix is of use only from its beginning on. The tiers above evict blocks from its end, so when such a block is
-    taken over, all blocks before it are to be written too. ``CachedBlock.flags`` has two bits for each tier: the block
-    lies here or will when copies under way are made, and a block behind it was taken over.
+    taken over, all blocks before it are to be written too. ``CachedBlock.flags`` has two bits for each tier: the tier
+    has the block or will when copies under way are made, and a block behind it was taken over.
 
     Of a model with windowed layers, the windows at the end of a snapshot are written with the block there.
     ``CachedBlock.flags`` has a further bit for the block of each group that holds the same tokens.
@@ -84,7 +84,7 @@ class HashedTier(Tier):
     # ---- copies to this tier -------------------------------------------------------------------------
 
     def holds(self, node: CachedBlock) -> bool:
-        """Whether the block lies here, or will when copies under way are made. It may have been forgotten since."""
+        """Whether the tier has the block, or will when copies under way are made. It may have been forgotten since."""
         return bool(node.flags & self._bit)
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:

@@ -19,8 +19,8 @@ MAX_ARRIVING = 1024
 class HostTier(Pool, Tier):
     """A tier below the device: it holds copies of cached blocks.
 
-    While a node lies in a tier above as well, its copy here is *redundant*: it may be dropped at no loss, and evicting
-    the node above costs no copy. Copies that are the nearest ones go tails first, like blocks on the device.
+    While a tier above has a node as well, its copy here is *redundant*: it may be dropped at no loss, and evicting the
+    node above costs no copy. Copies that are the nearest ones are evicted tails first, like blocks on the device.
 
     With ``max_arriving`` blocks on their way, or where ``demotion`` refuses it, the tier begins no further prefix: the
     blocks that the tier above evicts then go further down, or are lost.
@@ -50,19 +50,18 @@ class HostTier(Pool, Tier):
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The size of the tier, and how much of it holds something: blocks, or pages if several groups of layers share
-        it."""
+        """The size of the tier, and its part with content: blocks, or pages if several groups of layers share it."""
         return self.num_blocks, self.num_used
 
     # ---- copies to this tier -------------------------------------------------------------------------
 
     def holds(self, node: CachedBlock) -> bool:
-        """Whether the block lies here."""
+        """Whether the tier has the block."""
         return node.copies[self.number] >= 0
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
         """Take over a block that ``source`` evicts, as ``Tier`` describes."""
-        if node.num_tiers == 1:  # else it lies here already, or further down
+        if node.num_tiers == 1:  # else this tier or a lower one has it already
             # A prefix comes from its end. Once that is here, refusing the blocks before it would make it worthless.
             if not node.children and not self.wants(node):
                 return False
@@ -71,7 +70,7 @@ class HostTier(Pool, Tier):
             block = self._free.pop()
             self.states[block] = CACHED
             self._enter(node, block)
-            self.num_cached += 1  # without references: once it lies in no tier above, it may go again
+            self.num_cached += 1  # without references: once no tier above has it, it may be evicted
             self.num_arriving += 1
             self._comes(block)
             if source == DEVICE:

@@ -248,8 +248,8 @@ class KVCacheManager(WindowHooks):
     def take(self, table: BlockTable, prefix: CachedPrefix) -> Copies:
         """Begin an empty table with a prefix, as far as it is on the device.
 
-        Whole blocks are shared. A block of which only a part matches is copied, because the sequence goes on writing in
-        it. Returns the copies that the next step has to make before it computes: this one, and the demotions that
+        Whole blocks are shared. A block of which only a part matches is copied, because the sequence continues to write
+        in it. Returns the copies that the next step has to make before it computes: this one, and the demotions that
         make room for it. The caller has checked that a block is available.
         """
         assert not table.blocks
@@ -316,8 +316,8 @@ class KVCacheManager(WindowHooks):
     def grow(self, table: BlockTable, num_tokens: int) -> tuple[list[int], Copies]:
         """Let ``table`` hold ``num_tokens`` tokens.
 
-        Returns the blocks that were added, possibly none, and the copies that have to be made before anything is
-        written into them: blocks that were evicted for them go to other tiers.
+        Returns the blocks that were added, possibly none, and the copies that have to be made before a step writes into
+        them: blocks that were evicted for them go to other tiers.
 
         Raises:
             OutOfBlocksError: there are too few blocks; nothing was changed.

@@ -1,6 +1,6 @@
 """The tiers of other executors, from which blocks are fetched.
 
-Together the prefix trees of all executors are the directory: they say exactly which content lies where. Blocks are
+Together the prefix trees of all executors are the directory: they have the exact location of all content. Blocks are
 pinned while they are being read, a peer's in the peer's own tiers, so that they neither move nor change.
 """
 
@@ -165,7 +165,7 @@ class PrefixDirectory:
 
 
 def _readable(path: list[CachedBlock], *, device_only: bool) -> list[CachedBlock]:
-    """The beginning of a path that lies on the device, or in any tier unless ``device_only``."""
+    """The beginning of a path that the device has, or, unless ``device_only``, any tier."""
     if device_only:
         return [*takewhile(lambda node: node.block >= 0, path)]
     return [*takewhile(lambda node: node.num_tiers, path)]

@@ -1,9 +1,10 @@
 """Blocks with ids: the common part of the device and of the tiers below it whose content is known exactly.
 
 Each block is free, cached or in use. To *reserve* a block is to take one; if none is free, another one is *evicted*
-first. The content of an evicted block stays where another tier has it as well, or it goes to a tier below that takes it
-(it is *demoted*), or it is lost. The methods that evict return the copies that the next plan has to make before a step
-writes into the blocks. To *pin* a block is to add a reference, which keeps it in place until the block is *released*.
+first. The content of an evicted block remains in another tier that has it as well, or moves to a tier below that takes
+it (it is *demoted*), or it is lost. The methods that evict return the copies that the next plan has to make before a
+step writes into the blocks. To *pin* a block is to add a reference, which keeps it in place until the block is
+*released*.
 """
 
 from collections.abc import Iterable, Iterator
@@ -92,7 +93,7 @@ class Pool:
         return self._evictable.peek()
 
     def next_evictions(self, count: int) -> list[CachedBlock]:
-        """The cached blocks that would give way first as things are now, at most ``count``."""
+        """The cached blocks that would be evicted first at present, at most ``count``."""
         return self._evictable.first(count)
 
     def references(self, block: int) -> int:
@@ -118,7 +119,7 @@ class Pool:
     def reserve(self, count: int) -> tuple[list[int], Copies]:
         """Take ``count`` blocks, each with one reference; cached ones are evicted if too few are free.
 
-        Returns them, and the copies that have to be made before anything is written into them.
+        Returns them, and the copies that have to be made before a step writes into them.
 
         Raises:
             OutOfBlocksError: there are fewer. Nothing was taken, and on the device nothing was evicted.
@@ -217,7 +218,7 @@ class Pool:
             self.offer(node)
 
     def offer(self, node: CachedBlock) -> None:
-        """Look again whether the block of ``node``, if it lies here, can be evicted, and with which rank."""
+        """Decide again whether the block of ``node``, if this tier has it, can be evicted, and with which rank."""
         rank = self._rank(node)
         if rank is not None:
             self._evictable.push(node, rank)
@@ -257,7 +258,7 @@ class Pool:
     def _demote(self, node: CachedBlock, copies: list[BlockCopy]) -> bool:
         """Let the nearest tier below that wants it keep the content of ``node``; False: none does.
 
-        Asked while the node still lies here: room made below must not take it out of the tree.
+        Called while this tier still has the node: room made below must not take it out of the tree.
         """
         below = self.below
         while below is not None and not below.take_over(node, self.number, copies):
@@ -271,7 +272,7 @@ class Pool:
         raise NotImplementedError
 
     def _enter(self, node: CachedBlock, block: int) -> None:
-        """``node`` lies in ``block`` from now on."""
+        """``block`` has the content of ``node`` from now on."""
         raise NotImplementedError
 
     def _leave(self, node: CachedBlock) -> None:

@@ -57,8 +57,8 @@ def compose(offers: Sequence[Offer]) -> list[Offer]:
 class RecoveryPlan:
     """How blocks are to come back: ``parts`` of tiers, one after the other.
 
-    ``start``: blocks on the device. The blocks between them and ``first`` lie in no tier and have to be computed.
-    ``windows``: of a model with windowed layers: holds those at the end of the plan.
+    ``start``: blocks on the device. No tier has the blocks between them and ``first``, which have to be computed.
+    ``windows``: of a model with windowed layers: holds the windows at the end of the plan.
     """
 
     method: Method
@@ -214,19 +214,19 @@ class Recovery:
 
     @property
     def link(self) -> Link:
-        """The link over which the rest comes, or one that stands for several."""
+        """The link over which the rest comes, or one equivalent to several."""
         return together(self.plan.blocks_of(self.first + max(1, self.back)))[0]
 
 
 class RecoveryPolicy:
-    """Goes by the costs, unless ``mode`` names a method."""
+    """Decides by the costs, unless ``mode`` names a method."""
 
     def __init__(self, costs: CostModel, mode: RecoveryMode = "auto") -> None:
         self.mode: RecoveryMode = mode
         self._costs = costs
 
     def method(self, estimate: RecoveryEstimate) -> Method:
-        """How to get blocks back that cost so much."""
+        """The method to get blocks back at these costs."""
         if self.mode == "swap":
             return "load"
         if self.mode != "auto" and estimate.by_method[self.mode] < inf:

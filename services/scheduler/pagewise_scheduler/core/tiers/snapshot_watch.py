@@ -43,7 +43,7 @@ class _Watch:
 
 
 def watch(group: SnapshotPool, history: LossLog, counters: MemoryCounters, policy: EvictionPolicy) -> None:
-    """Note and count what happens to the snapshots of a group of layers on the device and below it."""
+    """Note and count new, demoted and lost snapshots of a group of layers on the device and below it."""
     pool: SnapshotPool | None = group
     while pool is not None:
         pool.changed = _Watch(group, pool, history, counters, policy)

@@ -10,14 +10,11 @@ evicted, loaded, fetched and restored as those of windows are (see ``snapshots``
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pagewise_scheduler.core.memory.block_table import StateTable, WindowTable
-from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
-from pagewise_scheduler.core.tiers.arena import Arena, WindowShape
-from pagewise_scheduler.core.tiers.snapshots import Snapshot, SnapshotPool
+from pagewise_scheduler.core.tiers.snapshots import Snapshot
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
@@ -29,20 +26,8 @@ or that become snapshots."""
 class StateGroup(WindowGroup):
     """The device's blocks of the states of one group of recurrent layers."""
 
-    def __init__(
-        self,
-        number: int,
-        shape: WindowShape,
-        block_size: int,
-        most_tokens: int,
-        arena: Arena,
-        policy: EvictionPolicy,
-        counters: MemoryCounters,
-        changed: Callable[[CachedBlock], None],
-        below: SnapshotPool | None = None,
-    ) -> None:
-        super().__init__(number, shape, block_size, most_tokens, arena, policy, counters, changed, below)
-        self.margin, self.most_blocks = 0, _MOST_BLOCKS
+    def _limits(self, most_tokens: int) -> tuple[int, int]:
+        return 0, _MOST_BLOCKS
 
     def new_table(self) -> StateTable:
         """An empty table."""

@@ -111,7 +111,7 @@ class Tier(Source):
         return self.demotion is None or self.demotion.is_worth_copying(node, self)
 
     def holds(self, node: CachedBlock) -> bool:
-        """Whether the block lies there, as far as the scheduler knows."""
+        """Whether the tier has the block, as far as the scheduler knows."""
         raise NotImplementedError
 
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:

@@ -14,7 +14,7 @@ from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.tier import Location
 
 _LATE = 4.0
-"""A list of copies is late once it takes so many times the predicted seconds: only one that is lost is late by much."""
+"""A list of copies is late after this multiple of the predicted seconds, which only a lost list exceeds by much."""
 _MOST_RECENT = 64
 """Lists of copies that are remembered for consoles."""
 _FAR_GRACE = 5.0
@@ -98,7 +98,7 @@ Loads = dict[TransferKey, Load]
 
 
 class _UnderWay(NamedTuple):
-    """A list of copies. ``due``: when it should have been confirmed. ``load``: set if it goes to the device."""
+    """A list of copies. ``due``: when it should have been confirmed. ``load``: set if its target is the device."""
 
     due: float
     copies: BlockCopies
@@ -161,8 +161,8 @@ class Transfers:
         self.num_loading += count
 
     def confirmed(self, message: Copied, bad: Collection[int]) -> Load | None:
-        """The executor has made a list of copies, except to the targets ``bad``. Returns the load, if the
-        list goes to the device. Unknown lists are ignored."""
+        """The executor has made a list of copies, except to the targets ``bad``. Returns the load, if the list's target
+        is the device. Unknown lists are ignored."""
         key = TransferKey(message.step, message.source, message.target, message.peer, message.group)
         entries = self._under_way.get(key)
         if not entries:

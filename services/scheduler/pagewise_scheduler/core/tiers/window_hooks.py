@@ -1,4 +1,4 @@
-"""What the KV memory of an executor has to do about windowed layers: nothing, in a model without them."""
+"""The operations of an executor's KV memory for windowed layers, which do nothing in a model without them."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ class WindowHooks:
 
     @property
     def group_kinds(self) -> tuple[GroupKind, ...]:
-        """What the blocks of each group hold, by its number on the wire."""
+        """The kind of content of each group's blocks, by the group's number on the wire."""
         return ("full",)
 
     def restore_windows(self, path: list[CachedBlock]) -> None:
@@ -36,8 +36,8 @@ class WindowHooks:
         return True
 
     def loaded_to(self, prefix: CachedPrefix, end: int) -> CachedPrefix:
-        """The prefix of a sequence that loads what the device lacks to begin behind ``end`` blocks: the blocks and the
-        windows that it has. The sequence shares them."""
+        """The prefix of a sequence that begins behind ``end`` blocks and loads the missing ones: the blocks and the
+        windows that the device has. The sequence shares them."""
         return prefix
 
     def num_lacking_in_windows(self, node: CachedBlock | None, end: int) -> int:
@@ -53,7 +53,7 @@ class WindowHooks:
 
     def begin_windows(self, table: BlockTable, held: list[list[Location]]) -> Copies:
         """Let a table that has taken a prefix have blocks for the windows that are loaded, which are ``held``, and for
-        what its sequence writes. Returns copies as ``grow`` does."""
+        the first tokens that its sequence writes. Returns copies as ``grow`` does."""
         return ()
 
     def num_to_write(self, table: BlockTable) -> int:
@@ -67,7 +67,8 @@ class WindowHooks:
         self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None, ends: Sequence[int] = ()
     ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``, and drop the blocks before, at
-        once or when ``in_flight_step`` returns. A group of states keeps those at the end of each of ``ends`` blocks.
+        once or when ``in_flight_step`` returns. A group of states keeps the states at the end of each of ``ends``
+        blocks.
 
         Returns the blocks that were added, each as group, token, block, and copies. ``token``: in a group of states,
         the one from which on states are written to the block; -1 in others.

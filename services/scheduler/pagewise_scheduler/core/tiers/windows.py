@@ -1,10 +1,10 @@
 """The blocks of layers that see a window of the last tokens, on the device.
 
-A sequence keeps the blocks of its window. A block behind the window goes as soon as no step in flight reads it. Whoever
-begins with a cached prefix needs the window at its end, not only the full layers' blocks. So at the end of a prompt and
-of an answer a *snapshot* keeps the window there (see ``snapshots``), and a prefix can be begun with at its snapshots
-alone. Where a prompt leaves a path behind its last snapshot, it takes a snapshot too: a system prompt that
-conversations share ends at such a junction.
+A sequence keeps the blocks of its window. A block behind the window is released as soon as no step in flight reads it.
+A sequence that begins with a cached prefix needs the window at its end, not only the full layers' blocks. So at the end
+of a prompt and of an answer a *snapshot* keeps the window there (see ``snapshots``), and a prefix can be begun with at
+its snapshots alone. Where a prompt leaves a path behind its last snapshot, it takes a snapshot too: a system prompt
+that conversations share ends at such a junction.
 """
 
 from collections import deque
@@ -41,10 +41,14 @@ class WindowGroup(SnapshotPool):
         below: SnapshotPool | None = None,
     ) -> None:
         super().__init__(number, DEVICE, shape, block_size, arena, policy, counters, changed, below)
-        self.margin = -(-MARGIN // block_size)
-        self.most_blocks = -(-(self.window - 1 + most_tokens) // block_size) + 3 + self.margin
+        self.margin, self.most_blocks = self._limits(most_tokens)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self.num_retiring = 0
+
+    def _limits(self, most_tokens: int) -> tuple[int, int]:
+        """Return ``margin`` and ``most_blocks``. ``most_tokens``: of a sequence in steps in flight."""
+        margin = -(-MARGIN // self.block_size)
+        return margin, -(-(self.window - 1 + most_tokens) // self.block_size) + 3 + margin
 
     def blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a sequence of ``num_tokens`` tokens holds at once."""
@@ -72,7 +76,7 @@ class WindowGroup(SnapshotPool):
         return WindowTable(first, table.blocks[first - table.first : last - table.first])
 
     def begin(self, table: WindowTable) -> Copies:
-        """A table has what its sequence begins with. Returns copies as ``reserve`` does."""
+        """A table has the blocks that its sequence begins with. Returns copies as ``reserve`` does."""
         return ()
 
     def num_to_write(self, table: WindowTable) -> int:
@@ -94,7 +98,7 @@ class WindowGroup(SnapshotPool):
         in_flight_step: int | None,
         due: Sequence[int],
     ) -> tuple[list[tuple[int, int]], Copies]:
-        """Let a table hold what the tokens from ``start`` to ``num_tokens`` read and write.
+        """Let a table hold the blocks that the tokens from ``start`` to ``num_tokens`` read and write.
 
         Blocks before that are dropped when ``in_flight_step`` has returned, except those of snapshots that are ``due``
         (see ``BlockTable``). Returns (-1, block) for each block that was added, and copies as ``Pool.reserve``
