@@ -35,7 +35,7 @@ from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
 from pagewise_executor.models.trial import try_without_weights
-from pagewise_executor.models.weight_files import TensorInfo, weight_bytes
+from pagewise_executor.models.weight_memory import weight_bytes
 
 CONTEXT_BYTES = 2**30
 """For CUDA's context and libraries: the most memory that an executor counts beside its own allocations."""
@@ -168,11 +168,7 @@ def _weight_bytes(config: ExecutorConfig, path: Path, model: torch.nn.Module, dt
     quantised = read_quantisation(config.model, path, config.kv_dtype)
     if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:
         place_mxfp4(model)
-    header = {  # tied ones once
-        name: TensorInfo("U8" if weight.dtype == torch.uint8 else "", list(weight.shape))
-        for name, weight in model.named_parameters()
-    }
-    return weight_bytes({path: header}, dtype, config.quantization, keeps_mxfp4=True)
+    return weight_bytes(model, dtype, config.quantization)
 
 
 def _groups(
