@@ -19,7 +19,7 @@ from pagewise_shared.config import DEMO_MODEL, ExecutorConfig
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
 
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.model_builders import VOCAB_SIZE, build_model, need_states
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "sizing.md"
 GIB = 2**30
@@ -173,3 +173,19 @@ def test_the_command_reads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (wrong.returncode, "Traceback" in wrong.stderr, "is not a size" in wrong.stderr) == (1, False, True)
     assert main([str(tmp_path), "--gpu-memory", "12GiB", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["pool_tokens"] == 0
+
+
+def test_kv_and_states_are_printed_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory(tmp_path / "8B", SHAPES["8B"])
+    assert main([str(tmp_path / "8B"), "--gpu-memory", "12GiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "nothing is left for KV" in printed
+    assert "each token of KV takes 128KiB" in printed
+    need_states()
+    (tmp_path / "hybrid").mkdir()
+    (tmp_path / "hybrid/config.json").write_text(json.dumps({"model_type": "qwen3_next", "dtype": "bfloat16"}))
+    assert main([str(tmp_path / "hybrid"), "--gpu-memory", "80GiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "each token of KV takes 24KiB in 12 layers that see all tokens" in printed
+    assert "the states of 36 recurrent layers take 74.25MiB" in printed
+    assert "fit" not in printed, "nothing does"

@@ -30,7 +30,7 @@ from pagewise_executor.kv.layer_groups import PageLayout, single_group
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
-from pagewise_executor.models.quantised_checkpoint import read_quantisation
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
@@ -101,6 +101,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
         PagewiseError: the model cannot be served, or not be divided like that; the text says why.
     """
     limits = with_step_limits(config, Gpu(gpu_memory))
+    quantised = read_quantisation(config.model, path, config.kv_dtype)
     found: Any = transformers_config(config, path)
     text: Any = found.get_text_config(decoder=True)
     check_supported(config.model, found, text)
@@ -109,7 +110,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     model, recurrent = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
     if config.kv_dtype != "fp8":
         store_once(model)
-    weights = _weight_bytes(config, path, model, dtype) // config.tensor_parallel
+    weights = _weight_bytes(config, quantised, model, dtype) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # Gemma 3n has one for each layer
     inner = (inner if isinstance(inner, int) else max(inner)) // config.tensor_parallel
@@ -163,9 +164,10 @@ def _states(config: ExecutorConfig, part: Any, dtype: torch.dtype) -> list[int]:
     return [layer.num_bytes for layer in tried.recurrent]
 
 
-def _weight_bytes(config: ExecutorConfig, path: Path, model: torch.nn.Module, dtype: torch.dtype) -> int:
+def _weight_bytes(
+    config: ExecutorConfig, quantised: QuantisedCheckpoint | None, model: torch.nn.Module, dtype: torch.dtype
+) -> int:
     """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits."""
-    quantised = read_quantisation(config.model, path, config.kv_dtype)
     if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:
         place_mxfp4(model)
     return weight_bytes(model, dtype, config.quantization)

@@ -171,5 +171,12 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
+def named(error: BaseException) -> str:
+    """Return the type of an error, and the first line of its text, which may say little without it."""
+    line = first_line(error)
+    kind = type(error).__name__
+    return line if line == kind else f"{kind}: {line}"
+
+
 MXFP4_WEIGHTS, MXFP4_SCALES = "_proj_blocks", "_proj_scales"
 """Ends of the names of the tensors of experts in MXFP4, bytes of two weights each, and the exponents of 32 weights."""
