@@ -1,6 +1,5 @@
 """Common mistakes when a model is served for the first time: one sentence each, with a remedy."""
 
-import contextlib
 import ctypes
 import errno
 import json
@@ -20,8 +19,8 @@ import pytest
 import torch
 from pagewise.ports import holder_of, next_free
 from pagewise_executor import devices
-from pagewise_executor.models import weight_files
-from pagewise_executor.models.weight_files import TensorInfo, check_weights
+from pagewise_executor.models import weight_memory
+from pagewise_executor.models.weight_memory import check_weights
 from pagewise_shared import model_files
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
@@ -258,13 +257,20 @@ def test_why_torch_uses_no_gpu(nvidia: Path, tmp_path: Path, monkeypatch: pytest
     assert devices.why_no_gpu(nvidia, None) == ""
 
 
-HEADERS = {
-    Path("model.safetensors"): {
-        "model.embed_tokens.weight": TensorInfo("BF16", [1000, 1000], (0, 2_000_000)),
-        "model.layers.0.mlp.up_proj.weight": TensorInfo("BF16", [2000, 5000], (0, 20_000_000)),
-        "model.norm.weight": TensorInfo("BF16", [1000], (0, 2000)),
-    }
-}
+class Model(torch.nn.Module):
+    """A model without data: an embedding of 1M weights, a layer of 10M, and a norm.
+
+    ``mixture``: the layer has the weights of experts, as transformers keeps them, and no linear layer.
+    """
+
+    def __init__(self, *, mixture: bool) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.embed_tokens = torch.nn.Embedding(1000, 1000)
+            linear = torch.nn.Linear(5000, 2000, bias=False)
+            experts = torch.nn.ParameterDict({"up_proj": torch.nn.Parameter(torch.empty(10, 1000, 1000))})
+            self.layers = torch.nn.ModuleList([experts if mixture else linear])
+            self.norm = torch.nn.LayerNorm(1000, bias=False)
 
 
 @pytest.mark.parametrize(
@@ -286,15 +292,33 @@ HEADERS = {
 def test_what_would_fit(
     free: int, options: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "free_memory", lambda device: free)
-    monkeypatch.setattr(weight_files, "_swap", lambda: 0)
-    with contextlib.nullcontext() if expected is None else pytest.raises(ModelError) as error:
+    said = refused_weights(Model(mixture=False), free, options, monkeypatch)
+    assert said is None if expected is None else expected in str(said)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_experts_are_not_in_eight_bits(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the option does not make a mixture fit, and nobody is advised to take it."""
+    said = refused_weights(Model(mixture=True), 15_000_000, {"quantization": quantization}, monkeypatch)
+    assert said is not None
+    assert f"in {'float32' if quantization == 'none' else 'int8'} they take 42MiB" in said
+    assert "--quantization" not in said
+    assert refused_weights(Model(mixture=True), 45_000_000, {"quantization": quantization}, monkeypatch) is None
+
+
+def refused_weights(
+    model: torch.nn.Module, free: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> str | None:
+    """Why the weights of a model do not fit into so many bytes; None: they do."""
+    monkeypatch.setattr(weight_memory, "free_memory", lambda device: free)
+    monkeypatch.setattr(weight_memory, "_swap", lambda: 0)
+    try:
         check_weights(
-            ExecutorConfig(model="m", **options), HEADERS, torch.device("cpu"), torch.float32, 1, stored=False
+            ExecutorConfig(model="m", **options), model, {}, torch.device("cpu"), torch.float32, 1, stored=False
         )
-    if expected is not None:
-        assert error is not None
-        assert expected in str(error.value)
+    except ModelError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,21 @@
 """Groups of layers and their pages."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.device_defaults import STEPS_IN_FLIGHT
-from pagewise_executor.group_choice import groups_of
+from pagewise_executor.group_choice import groups_of, layout_of_layers
 from pagewise_executor.kv.kv_pool import KVShape
 from pagewise_executor.kv.layer_groups import Group, KVLayerKind, PageLayout, StateGroup, page_layout, single_group
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.server.executor_handle import MAX_STEPS_IN_FLIGHT
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import LayerGroup
 
 
@@ -144,3 +149,17 @@ def test_the_scheduler_is_told_of_latents_and_states() -> None:
     latents = Group(layers=(0, 1), shape=(1, 40, 32), window=0, chunked=False, layers_per_page=2)
     pages = PageLayout((latents,), page_bytes=4096, waste=0.0, block_size=16, states=StateGroup(6, 9000, 3))
     assert groups_of(pages) == (LayerGroup(2, 1, latent=True), LayerGroup(6, 3, window=2, state=True))
+
+
+def test_layers_are_grouped_by_what_they_keep() -> None:
+    """A model's chunks go before its windows. Unequal layers cannot lie beside states, and do without."""
+    config = ExecutorConfig()
+    full = AttentionShape(8, 2, 64, torch.bfloat16, 0.1)
+    chunked = replace(full, attention_chunk=512, window=128)
+    found = layout_of_layers(config, [full, chunked], torch.bfloat16, 4096, ())
+    assert found is not None
+    assert [(group.window, group.chunked) for group in found.groups] == [(0, False), (512, True)]
+    unequal = [full, replace(full, kv_heads=4)]
+    assert layout_of_layers(config, unequal, torch.bfloat16, 4096, ()) is None
+    with pytest.raises(ModelError, match="recurrent layers beside layers with K and V of unequal shapes"):
+        layout_of_layers(config, unequal, torch.bfloat16, 4096, [4096])

@@ -1,21 +1,25 @@
 """``pagewise size`` computes what the loader and the pool compute, and the document's numbers are its own."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.models.loader import load_model
-from pagewise_executor.models.weight_files import checked_headers, weight_bytes
+from pagewise_executor.models.packed_linear import Int8Linear
+from pagewise_executor.models.quantised_linear import QuantisedLinear
+from pagewise_executor.models.weight_files import checked_headers
 from pagewise_executor.sizing import main, sizing
 from pagewise_shared.config import DEMO_MODEL, ExecutorConfig
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
 
-from tests.model_builders import build_model
+from tests.model_builders import VOCAB_SIZE, build_model, need_states
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "sizing.md"
 GIB = 2**30
@@ -103,9 +107,33 @@ def test_weights_and_kv_are_what_the_loader_takes(family: str | None, tmp_path: 
     block = bytes_per_block(loaded.shapes, config.block_size, loaded.dtype)
     assert found.kv_per_token == block // config.block_size
     headers = checked_headers(loaded.weight_files)
-    assert found.weights == weight_bytes(headers, loaded.dtype)
+    shapes = [tensor.shape for header in headers.values() for tensor in header.values()]
+    assert found.weights == sum(map(math.prod, shapes)) * loaded.dtype.itemsize
     assert found.max_model_len == loaded.max_model_len
     assert found.allowed == found.pool + found.weights + found.context + found.steps + found.graphs
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("quantization", "dtype"), [("fp8", "float16"), ("int8", "float32")])
+def test_quantised_weights_are_those_that_the_loader_quantises(
+    quantization: Any, dtype: str, family: str, tied: bool, tmp_path: Path
+) -> None:
+    """Experts, embeddings, and with FP8 heads stay in the type of the model."""
+    build_model(family, tmp_path, tie_word_embeddings=tied)
+    config = ExecutorConfig(model=str(tmp_path), device="cpu", dtype=dtype, kernels="torch", quantization=quantization)
+    model = load_model(config).model
+    eight = [module for module in model.modules() if isinstance(module, Int8Linear | QuantisedLinear)]
+    assert eight
+    kept = sum(weight.numel() for weight in model.parameters())
+    # Biases and norms of heads that are no parameters any more.
+    kept += (
+        sum(len(module.weight) for module in eight) - VOCAB_SIZE * (quantization == "int8") if family == "gpt2" else 0
+    )
+    kept += 3 * 2 * 16 if family == "qwen3_moe" else 0
+    in_bytes = sum(module.weight.numel() + 4 * len(module.weight) for module in eight)
+    found = sizing(config, tmp_path, GIB)
+    assert found.weights == in_bytes + kept * getattr(torch, dtype).itemsize
 
 
 def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:
@@ -145,3 +173,19 @@ def test_the_command_reads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (wrong.returncode, "Traceback" in wrong.stderr, "is not a size" in wrong.stderr) == (1, False, True)
     assert main([str(tmp_path), "--gpu-memory", "12GiB", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["pool_tokens"] == 0
+
+
+def test_kv_and_states_are_printed_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory(tmp_path / "8B", SHAPES["8B"])
+    assert main([str(tmp_path / "8B"), "--gpu-memory", "12GiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "nothing is left for KV" in printed
+    assert "each token of KV takes 128KiB" in printed
+    need_states()
+    (tmp_path / "hybrid").mkdir()
+    (tmp_path / "hybrid/config.json").write_text(json.dumps({"model_type": "qwen3_next", "dtype": "bfloat16"}))
+    assert main([str(tmp_path / "hybrid"), "--gpu-memory", "80GiB"]) == 1
+    printed = capsys.readouterr().out
+    assert "each token of KV takes 24KiB in 12 layers that see all tokens" in printed
+    assert "the states of 36 recurrent layers take 74.25MiB" in printed
+    assert "fit" not in printed, "nothing does"

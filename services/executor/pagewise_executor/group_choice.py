@@ -1,12 +1,14 @@
 """Chooses whether an executor keeps its model's layers in groups, each with as many tokens as its layers see."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import LayerGroup
 
+from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout
 from pagewise_executor.models.loader import LoadedModel
 
@@ -22,16 +24,10 @@ def choose_pages(config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dt
     Raises:
         ModelError: it has recurrent layers, and layers that cannot be grouped beside them.
     """
-    shapes = [loaded.layers[number] for number in loaded.kv_layers]
-    kinds = [
-        KVLayerKind(one.kv_shape, one.attention_chunk or one.window or 0, chunked=one.attention_chunk is not None)
-        for one in shapes
-    ]
+    layers = [loaded.layers[number] for number in loaded.kv_layers]
     states = [layer.num_bytes for layer in loaded.recurrent]
-    found = page_layout(kinds, config.block_size, kv_dtype, loaded.max_model_len, states)
+    found = layout_of_layers(config, layers, kv_dtype, loaded.max_model_len, states)
     if states:
-        if found is None:
-            raise ModelError(f"{config.model} has recurrent layers beside layers with K and V of unequal shapes")
         return found
     if found is not None and not config.layer_groups:
         log.info("windowed layers keep all tokens (--no-layer-groups)")
@@ -40,6 +36,34 @@ def choose_pages(config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dt
         log.info("windowed layers keep all tokens, because %s do not support groups of layers yet", reason)
         return None
     return found
+
+
+def layout_of_layers(
+    config: ExecutorConfig,
+    layers: Sequence[AttentionShape],
+    kv_dtype: torch.dtype,
+    max_model_len: int,
+    states: Sequence[int],
+) -> PageLayout | None:
+    """Return the groups that a model's layers form, and their pages; None: one group is enough.
+
+    ``layers``: those with K and V of their own. ``states``: the bytes of the states of each recurrent layer.
+
+    Raises:
+        ModelError: it has recurrent layers, and layers that cannot be grouped beside them.
+    """
+    kinds = [_kind(layer) for layer in layers]
+    found = page_layout(kinds, config.block_size, kv_dtype, max_model_len, states)
+    if states and found is None:
+        raise ModelError(f"{config.model} has recurrent layers beside layers with K and V of unequal shapes")
+    return found
+
+
+def _kind(layer: AttentionShape) -> KVLayerKind:
+    """Return the tokens that a layer keeps: those of its attention chunk if it has one, else of its window."""
+    if layer.attention_chunk is not None:
+        return KVLayerKind(layer.kv_shape, layer.attention_chunk, chunked=True)
+    return KVLayerKind(layer.kv_shape, layer.window or 0)
 
 
 def _one_group(config: ExecutorConfig, loaded: LoadedModel) -> str:

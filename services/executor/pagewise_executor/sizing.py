@@ -24,17 +24,18 @@ from pagewise_executor.cuda_graphs import decode_graphs, mixed_graphs
 from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import Gpu, with_step_limits
 from pagewise_executor.graph_capture import BYTES_PER_LAYER
+from pagewise_executor.group_choice import layout_of_layers
 from pagewise_executor.kv.kv_pool import bytes_per_block
-from pagewise_executor.kv.layer_groups import KVLayerKind, PageLayout, page_layout, single_group
+from pagewise_executor.kv.layer_groups import PageLayout, single_group
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
-from pagewise_executor.models.quantised_checkpoint import read_quantisation
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
 from pagewise_executor.models.trial import try_without_weights
-from pagewise_executor.models.weight_files import TensorInfo, weight_bytes
+from pagewise_executor.models.weight_memory import weight_bytes
 
 CONTEXT_BYTES = 2**30
 """For CUDA's context and libraries: the most memory that an executor counts beside its own allocations."""
@@ -100,6 +101,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
         PagewiseError: the model cannot be served, or not be divided like that; the text says why.
     """
     limits = with_step_limits(config, Gpu(gpu_memory))
+    quantised = read_quantisation(config.model, path, config.kv_dtype)
     found: Any = transformers_config(config, path)
     text: Any = found.get_text_config(decoder=True)
     check_supported(config.model, found, text)
@@ -108,7 +110,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     model, recurrent = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
     if config.kv_dtype != "fp8":
         store_once(model)
-    weights = _weight_bytes(config, path, model, dtype) // config.tensor_parallel
+    weights = _weight_bytes(config, quantised, model, dtype) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # Gemma 3n has one for each layer
     inner = (inner if isinstance(inner, int) else max(inner)) // config.tensor_parallel
@@ -116,9 +118,9 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     shard_config(config.model, text, config.tensor_parallel)
     attention = attention_modules(config.model, model, text)
     layers = [attention_shape(module, text, dtype) for module in attention]
-    kinds = [_kind(layers[source]) for source in sorted(set(kv_sources(attention, text)))]
+    kept = [layers[source] for source in sorted(set(kv_sources(attention, text)))]
     states = _states(config, found, dtype) if recurrent else []
-    memory, groups = _groups(kinds, config.block_size, FP8 if config.kv_dtype == "fp8" else dtype, longest, states)
+    memory, groups = _groups(config, kept, FP8 if config.kv_dtype == "fp8" else dtype, longest, states)
     qkv = max((layer.heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers)
     width = 4 * text.hidden_size + qkv + 3 * inner
     # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.
@@ -162,34 +164,26 @@ def _states(config: ExecutorConfig, part: Any, dtype: torch.dtype) -> list[int]:
     return [layer.num_bytes for layer in tried.recurrent]
 
 
-def _weight_bytes(config: ExecutorConfig, path: Path, model: torch.nn.Module, dtype: torch.dtype) -> int:
+def _weight_bytes(
+    config: ExecutorConfig, quantised: QuantisedCheckpoint | None, model: torch.nn.Module, dtype: torch.dtype
+) -> int:
     """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits."""
-    quantised = read_quantisation(config.model, path, config.kv_dtype)
     if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:
         place_mxfp4(model)
-    header = {  # tied ones once
-        name: TensorInfo("U8" if weight.dtype == torch.uint8 else "", list(weight.shape))
-        for name, weight in model.named_parameters()
-    }
-    return weight_bytes({path: header}, dtype, config.quantization, keeps_mxfp4=True)
+    return weight_bytes(model, dtype, config.quantization)
 
 
 def _groups(
-    kinds: Sequence[KVLayerKind], block_size: int, kv_dtype: torch.dtype, longest: int, states: Sequence[int]
+    config: ExecutorConfig, layers: Sequence[AttentionShape], kv_dtype: torch.dtype, longest: int, states: Sequence[int]
 ) -> tuple[PageLayout, tuple[GroupSizing, ...]]:
-    """Return the pages of a model with layers of these kinds, and its groups."""
-    memory = page_layout(kinds, block_size, kv_dtype, longest, states)
-    memory = memory or single_group([kind.shape for kind in kinds], block_size, kv_dtype)
-    shapes = [[kinds[layer].shape for layer in group.layers] for group in memory.groups]
+    """Return the pages of a model with these layers, and its groups."""
+    block_size, every = config.block_size, [layer.kv_shape for layer in layers]
+    memory = layout_of_layers(config, layers, kv_dtype, longest, states) or single_group(every, block_size, kv_dtype)
+    shapes = [[every[layer] for layer in group.layers] for group in memory.groups]
     return memory, tuple(
         GroupSizing(len(group.layers), group.window, bytes_per_block(own, block_size, kv_dtype) // block_size)
         for group, own in zip(memory.groups, shapes, strict=True)
     )
-
-
-def _kind(layer: AttentionShape) -> KVLayerKind:
-    chunk = layer.attention_chunk
-    return KVLayerKind(layer.kv_shape, layer.window or chunk or 0, chunk is not None)
 
 
 def _sequence(memory: PageLayout, pages: int, tokens: int, in_flight: int) -> SequenceSizing:
@@ -239,25 +233,28 @@ def _print_table(found: Sizing, ranks: int) -> None:
     print(f"on {'the GPU' if ranks == 1 else f'each of {ranks} GPUs'}:")
     for name in ("allowed", "weights", "context", "steps", "graphs"):
         print(f"  {name:<10}{getattr(found, name) / 2**30:>8.2f} GiB")
-    if not found.pool_tokens:
+    several = len(found.groups) > 1 or found.state > 0
+    if found.pool_tokens:
+        tokens = f"a sequence of up to {found.pool_tokens:,} tokens" if several else f"{found.pool_tokens:,} tokens"
+        print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: {tokens}")
+    else:
         print("  nothing is left for KV: take more GPUs (--tensor-parallel), --quantization fp8, or larger ones")
-        return
-    if len(found.groups) == 1 and not found.state:
-        print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: {found.pool_tokens:,} tokens")
-        print(f"  each token of KV takes {found.kv_per_token / 1024:.4g}KiB")
-        print(f"  that is {found.full_sequences:g} sequences of {found.max_model_len:,} tokens, the longest there are")
-        return
-    print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: a sequence of up to {found.pool_tokens:,} tokens")
     for group in found.groups:
         seen = f"the last {group.window:,} tokens" if group.window else "all tokens"
-        print(f"  each token of KV takes {group.kv_per_token / 1024:.4g}KiB in {group.layers} layers that see {seen}")
+        where = f" in {group.layers} layers that see {seen}" if several else ""
+        print(f"  each token of KV takes {group.kv_per_token / 1024:.4g}KiB{where}")
     if found.state:
         print(f"  the states of {found.recurrent_layers} recurrent layers take {found.state / 2**20:.4g}MiB")
+    if not several:
+        if found.pool_tokens:
+            longest = f"{found.max_model_len:,} tokens, the longest there are"
+            print(f"  that is {found.full_sequences:g} sequences of {longest}")
+        return
     for one in found.sequences:
         sizes = (
             f"{one.decoding / 2**30:.2f} GiB, and up to {one.prefilling / 2**30:.2f} GiB while its prompt is computed"
         )
-        print(f"  a sequence of {one.tokens:,} tokens takes {sizes}: {one.fit:g} fit")
+        print(f"  a sequence of {one.tokens:,} tokens takes {sizes}" + f": {one.fit:g} fit" * bool(found.pool_tokens))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ class Checkpoint:
         self._takes_embedding = tied and not any(own.startswith("lm_head.") for own in tensors)
         if self._takes_embedding:
             del self._wanted["lm_head.weight"]
+            self._tie()
         self._shards: Shards | None = None
         self._check(self._differences(), exactly=quantised is None)
 
@@ -123,7 +124,7 @@ class Checkpoint:
             UnknownShardError: a quantised weight cannot be divided.
         """
         if part == "lm_head" and self._takes_embedding:
-            self.model.lm_head.weight = self.model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+            self._tie()
             return
         weights: dict[str, torch.Tensor] = {}
         in_files: dict[str, torch.Tensor] = {}
@@ -142,6 +143,10 @@ class Checkpoint:
         check_values(self._name, in_files, self._headers)
         if part == "lm_head" and self._tied:
             self._tie_equal()
+
+    def _tie(self) -> None:
+        """Let the head have the weights of the embedding."""
+        self.model.lm_head.weight = self.model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
 
     def _tie_equal(self) -> None:
         """Let head and embedding share weights that are equal in the files, as transformers does."""

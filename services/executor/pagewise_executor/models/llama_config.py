@@ -11,7 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 import torch
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
+from pagewise_executor.models.config_checks import MOST_LAYERS
+
+Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -78,7 +80,7 @@ class LlamaConfig(msgspec.Struct, kw_only=True, tag_field="model_type", forbid_u
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
+    num_hidden_layers: Annotated[int, msgspec.Meta(ge=1, le=MOST_LAYERS)]
     num_attention_heads: Count
     num_key_value_heads: Count
     max_position_embeddings: Count

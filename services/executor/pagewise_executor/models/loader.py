@@ -43,8 +43,9 @@ from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.shards import Shards, UnknownShardError, connect
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import load_with_transformers, transformers_config
-from pagewise_executor.models.trial import try_without_weights
-from pagewise_executor.models.weight_files import check_weights, checked_headers, first_line, weight_files
+from pagewise_executor.models.trial import Tried, try_without_weights
+from pagewise_executor.models.weight_files import checked_headers, first_line, weight_files
+from pagewise_executor.models.weight_memory import check_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -120,12 +121,13 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     check_supported(config.model, model_config, text)
     check_latents(config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
-    recurrent = _recurrent_layers(config, model_config, dtype) if checkpoint is None else []
+    tried = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
+    recurrent = tried.recurrent
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)
     _log_device(config, device, dtype, len(files))
-    check_weights(config, headers, device, dtype, ranks.size, stored=quantised is not None)
+    check_weights(config, tried.model, headers, device, dtype, ranks.size, stored=quantised is not None)
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
     with _errors_of_loading(config, device):
         stored = checkpoint or family_checkpoint(
@@ -166,15 +168,15 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     )  # fmt: skip
 
 
-def _recurrent_layers(config: ExecutorConfig, model_config: Any, dtype: torch.dtype) -> list[RecurrentLayer]:
-    """Try a model without weights, and return its recurrent layers.
+def _tried(config: ExecutorConfig, model_config: Any, dtype: torch.dtype) -> Tried:
+    """Try a model without weights.
 
     Raises:
         ModelError: it would not be served right.
     """
     trust = config.trust_remote_code
-    found = try_without_weights(config.model, model_config, dtype, trust_remote_code=trust).recurrent
-    if found:
+    found = try_without_weights(config.model, model_config, dtype, trust_remote_code=trust)
+    if found.recurrent:
         check_recurrent(config)
     return found
 

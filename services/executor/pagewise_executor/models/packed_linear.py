@@ -103,7 +103,7 @@ def pack_linears(
     Raises:
         ValueError: a layer has too many inputs for weights in eight bits.
     """
-    kind = _kind_of_int8 if quantization == "int8" else _kind_of_packed(kernels)
+    kind = None if quantization == "int8" else _kind_of_packed(kernels)
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within, remove_duplicate=False)):
         transposed = is_conv1d(module)
@@ -111,15 +111,11 @@ def pack_linears(
             continue
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
-        replaced = kind(weight)
+        replaced = kind(weight) if kind is not None else Int8Linear if goes_to_eight_bits(module) else None
         if replaced is not None:
             model.set_submodule(name, replaced(weight.t() if transposed else weight, bias))
             count += 1
     return count
-
-
-def _kind_of_int8(weight: torch.Tensor) -> type[nn.Module] | None:
-    return None if 1 in weight.shape else Int8Linear  # a gate of one output weighs nothing, and scales all others
 
 
 def _kind_of_packed(kernels: Kernels) -> Callable[[torch.Tensor], type[nn.Module] | None]:
@@ -161,3 +157,15 @@ def _packs(dtype: torch.dtype) -> bool:
 def is_conv1d(module: nn.Module) -> bool:
     """Return whether it is transformers' Conv1D, a linear layer with transposed weights, without importing it."""
     return type(module).__module__.startswith("transformers.") and type(module).__name__ == "Conv1D"
+
+
+def goes_to_eight_bits(module: nn.Module) -> bool:
+    """Return whether ``--quantization`` brings the weight of a module into eight bits.
+
+    Those of linear layers go, and not the experts of mixtures, which are no linear layers. A layer with one output
+    stays as it is: it takes little memory, and gates whole layers, such as the shared expert of Qwen2-MoE.
+    """
+    if type(module) is not nn.Linear and not is_conv1d(module):
+        return False
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    return 1 not in weight.shape

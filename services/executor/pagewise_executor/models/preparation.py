@@ -6,6 +6,7 @@ memory of the prepared model and of one original part, and not twice the memory 
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from pagewise_shared.config import ExecutorConfig
@@ -59,12 +60,12 @@ def prepare(
     if ranks.size == 1:
         reduce = sum_of_one
     fused = packed = 0
-    parts = list(_parts(model))
+    parts = list(parts_of(model))
     progress = logged_progress(log, f"loading {config.model}", len(parts), "parts")
     for part in parts:
         if read is not None:
             read(part)
-        if config.quantization == "fp8" and part.rpartition(".")[2].isdecimal():  # a decoder layer, and not the head
+        if config.quantization == "fp8" and quantises(part, "fp8"):
             quantise_linears(model, FP8, part)
         fused += fuse_layers(model, operations, part, reduce)
         packed += _replace_linears(config, model, kernels, device, part, alone=ranks.size == 1)
@@ -96,15 +97,21 @@ def _replace_linears(
     return packed
 
 
-def _parts(model: nn.Module, prefix: str = "") -> Iterator[str]:
+def parts_of(model: nn.Module, prefix: str = "") -> Iterator[str]:
     """Yield the names of the parts of a model in their order: its decoder layers, and the modules beside them."""
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
             yield from (f"{prefix}{name}.{index}" for index in range(len(child)))
         elif any(isinstance(module, nn.ModuleList) for module in child.modules()):
-            yield from _parts(child, f"{prefix}{name}.")
+            yield from parts_of(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
+
+
+def quantises(part: str, quantization: Literal["none", "int8", "fp8"]) -> bool:
+    """Return whether linear layers of a part of a model are quantised, given its name: with ``fp8`` those of decoder
+    layers, and not the head."""
+    return quantization == "int8" or (quantization == "fp8" and part.rpartition(".")[2].isdecimal())
 
 
 def _make_deterministic(name: str, model: nn.Module, kernels: str, not_fused: int) -> None:

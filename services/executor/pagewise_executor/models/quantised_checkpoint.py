@@ -144,12 +144,19 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
     except (OSError, ValueError):
         return None  # the readers of the other keys report the error
     text = settings.text_config if isinstance(settings.text_config, dict) else {}
-    found = settings.quantization_config or settings.compression_config or text.get("quantization_config")
+    places = {
+        "quantization_config": settings.quantization_config,
+        "compression_config": settings.compression_config,
+        "quantization_config in text_config": text.get("quantization_config"),
+    }
+    if wrong := next((key for key, value in places.items() if not isinstance(value, dict | None)), None):
+        raise ModelError(f"{name}: config.json is unusable: {wrong} is {places[wrong]!r:.100}, and not an object")
+    found = next(filter(None, places.values()), None)
     if not found and (path / "hf_quant_config.json").is_file():
         found = {"quant_method": "modelopt"}
     if not found:
         return None
-    method = str(found.get("quant_method", "unknown")) if isinstance(found, dict) else "unknown"
+    method = str(found.get("quant_method", "unknown"))
     try:
         match method:
             case "compressed-tensors":

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
-from pagewise_executor.models.packed_linear import Int8Linear, is_conv1d
+from pagewise_executor.models.packed_linear import Int8Linear, goes_to_eight_bits, is_conv1d
 from pagewise_executor.models.quantised_weight import (
     FP8,
     Inputs,
@@ -178,20 +178,15 @@ def join_linears(linears: Sequence[nn.Module]) -> nn.Module:
 def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
     """Replace the linear layers within a part of a model by quantised ones; return how many.
 
-    ``dtype``: float8_e4m3fn or int8. Weights get a scale per output, inputs one per row. Layers with one output stay as
-    they are: they take little memory, and gate whole layers, such as the shared expert of Qwen2-MoE.
+    ``dtype``: float8_e4m3fn or int8. Weights get a scale per output, inputs one per row.
     """
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
-        transposed = is_conv1d(module)
-        if type(module) is nn.Linear or transposed:
+        if goes_to_eight_bits(module):
             weight, bias = module.weight, module.bias
             assert isinstance(weight, torch.Tensor)
             assert bias is None or isinstance(bias, torch.Tensor)
-            plain = weight.detach().t() if transposed else weight.detach()
-            if len(plain) == 1:
-                continue
-            made = quantise(plain, dtype)
+            made = quantise(weight.detach().t() if is_conv1d(module) else weight.detach(), dtype)
             model.set_submodule(name, QuantisedLinear(made, Inputs(), weight.dtype, bias))
             count += 1
     return count

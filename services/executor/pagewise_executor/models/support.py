@@ -12,6 +12,7 @@ from pagewise_shared.config.adapter_options import SERVE_ADAPTER
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.attention.backend import AttentionShape
+from pagewise_executor.models.config_checks import unusable_size
 from pagewise_executor.models.latents import keeps_latents, latent_sizes
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 _WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"} | _RECURRENT | _WITHOUT_ATTENTION
 """The kinds of layers that may be served, by their names in transformers' configurations."""
-_COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _OTHER_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "RewardModel")
 """Ends of the names of classes whose head does not predict the next token, such as that of a reward model."""
 
@@ -199,15 +200,12 @@ def check_supported(model: str, config: object, text: object) -> None:
         if found := refuses(config, text):
             raise ModelError(f"{named} {why.format(found)}; {SERVED}")
     for name in _COUNTS:
-        value = getattr(text, name, None)
-        if value is None and name == "max_position_embeddings":
-            continue  # some families have no limit
         if not hasattr(text, name):
             raise ModelError(f"{named} has no {name}, so it is no decoder with layers of attention; {SERVED}")
-        if type(value) is not int or value < 1:
-            raise ModelError(
-                f"{named} has a config.json that is unusable: {name} is {value!r}, and not a positive number; {SERVED}"
-            )
+        if type(getattr(text, name)) is not int:
+            raise ModelError(f"{named} has a config.json that is unusable: {name} is {getattr(text, name)!r}; {SERVED}")
+    if why := unusable_size(text):
+        raise ModelError(f"{named} has a config.json that is unusable: {why}; {SERVED}")
 
 
 def check_known(model: str, path: Path) -> None:

@@ -17,6 +17,7 @@ from pagewise_shared.progress import logged_bar
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.aliases import config_of_alias
 from pagewise_executor.models.attention_temperature import fix_temperature
+from pagewise_executor.models.config_checks import check_file
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import absorb_latents, register_mistral4
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
@@ -28,7 +29,7 @@ from pagewise_executor.models.shards import Shards, Slice, UnknownShardError, vo
 from pagewise_executor.models.support import SERVED, check_known
 from pagewise_executor.models.text_part import is_text_part, text_name, text_part
 from pagewise_executor.models.trial import try_without_weights
-from pagewise_executor.models.weight_files import Headers, first_line, open_weights
+from pagewise_executor.models.weight_files import Headers, first_line, named, open_weights
 from pagewise_executor.models.weight_report import (
     Differences,
     Mismatch,
@@ -51,17 +52,23 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
     Raises:
         ModelError: it cannot be used.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    if not config.trust_remote_code and (alias := config_of_alias(config.model, path)) is not None:
-        return alias
-    check_known(config.model, path)
+    check_file(config.model, path)
     try:
+        if not config.trust_remote_code and (alias := config_of_alias(config.model, path)) is not None:
+            return alias
+        check_known(config.model, path)
         found: PretrainedConfig = AutoConfig.from_pretrained(  # nosec B615 # a directory, pinned by --revision when it was downloaded
             path, trust_remote_code=config.trust_remote_code
         )
-    except Exception as error:  # it raises plain exceptions of many kinds for values of a wrong type
-        raise ModelError(f"{config.model}: config.json is unusable: {first_line(error)}") from error
+    except ModelError:
+        raise
+    except Exception as error:  # configurations check their own values, and raise plain exceptions of many kinds
+        kept = isinstance(error, StrictDataclassError) and error.__cause__ is not None
+        why = first_line(error.__cause__) if kept else named(error)
+        raise ModelError(f"{config.model}: config.json is unusable: {why}") from error
     text: Any = found.get_text_config(decoder=True)
     if isinstance(text, dict):
         raise ModelError(f"{config.model}: config.json is unusable: a {found.model_type} model has no text_config")

@@ -30,7 +30,7 @@ from pagewise_executor.models.support import (
     recurrent_layers,
     refuse_call,
 )
-from pagewise_executor.models.weight_files import first_line
+from pagewise_executor.models.weight_files import named
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ _ONE_AT_A_TIME = threading.Lock()
 """Held during a trial: transformers has one table of attention functions by name, and a trial registers its own."""
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
+
+
+class _UnfitError(Exception):
+    """The forward pass of a model is of another form than those of transformers; the text says how."""
 
 
 class Tried(NamedTuple):
@@ -83,10 +87,10 @@ def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_
     try:
         skeleton = _build(config, dtype, trust_remote_code=trust_remote_code)
         narrow_convolutions(skeleton, ranks)
-    except Exception as error:  # models raise plain exceptions of many kinds for attention that cannot be replaced
+    except Exception as error:  # code of any family, or of the model itself, may raise anything
         log.debug("%s cannot be built", name, exc_info=True)
         own = isinstance(error, KeyError) and error.args == (_NAME,)
-        why = "it chooses its attention from a list of its own" if own else first_line(error) or type(error).__name__
+        why = "it chooses its attention from a list of its own" if own else named(error)
         raise ModelError(f"{name} cannot be built with paged attention: {why}; {SERVED}") from error
     if why := unfit_latents(skeleton):
         raise ModelError(f"{name} has multi-head latent attention (MLA) {why}; {SERVED}")
@@ -103,8 +107,11 @@ def _try(name: str, config: Any, text: Any, dtype: torch.dtype, *, trust_remote_
         recurrent = _recorded(f"{name} keeps states in modules of type {types}", skeleton, stateful, trial, text)
     if failure is not None:
         log.debug("%s cannot be tried", name, exc_info=failure)
-        # The errors of tensors without data are of several types, and name the meta device.
-        why = "its steps depend on the content of tensors" if "meta" in str(failure) else first_line(failure)
+        why = named(failure)
+        if isinstance(failure, _UnfitError):
+            why = str(failure)
+        elif "meta" in why:  # the errors of tensors without data are of several types, and name the device
+            why = "its steps depend on the content of tensors"
         raise ModelError(f"{name} cannot be tried without its weights: {why}; {SERVED}") from failure
     modules = attention_modules(name, skeleton, text)
     if [call.module for call in trial.calls] != modules:
@@ -132,12 +139,12 @@ def _recorded(
         try:
             for one in found.values():
                 one.check()
-        except Exception as error:  # models raise many kinds
+        except Exception as error:  # as in ``_Trial.run``
             failure = failure or error
     why = next((f"which {one.unfit}" for one in found.values() if one.unfit), "")
     if not why and failure is not None:
         log.debug("%s, and cannot be recorded", kept, exc_info=failure)
-        why = f"which cannot be computed with these alone: {first_line(failure)}"
+        why = f"which cannot be computed with these alone: {named(failure)}"
     if not why and recurrent_layers(text) - set[int]().union(*(one.layers for one in found.values())):
         why = "and not in a cache alone"
     if why:
@@ -198,11 +205,13 @@ class _Trial:
             given["attention_mask"] = torch.ones_like(tokens)
         try:
             if missing := [name for name in given if not _takes(skeleton, name)]:
-                return TypeError(f"its forward pass does not take {missing[0]}")
+                return _UnfitError(f"its forward pass does not take {missing[0]}")
             logits = skeleton(input_ids=tokens, use_cache=recurrent, **given).logits
             if logits.shape[:2] != (1, len(kept)):
-                return TypeError(f"for {len(kept)} tokens of a prompt it returns logits of shape {list(logits.shape)}")
-        except Exception as error:  # models raise many kinds
+                return _UnfitError(
+                    f"for {len(kept)} tokens of a prompt it returns logits of shape {list(logits.shape)}"
+                )
+        except Exception as error:  # code of any family, or of the model itself, may raise anything
             return error
         return None
 

@@ -1,20 +1,16 @@
-"""The weight files of a model on the disk: whether they are complete, and whether the weights fit into memory."""
+"""The weight files of a model on the disk, and whether they are complete."""
 
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import torch
-from pagewise_shared.config import ExecutorConfig, size_text
 from pagewise_shared.errors import ModelError
 from safetensors import SafetensorError, safe_open
 
-from pagewise_executor.kv.kv_pool import free_memory
 from pagewise_executor.models.quantised_checkpoint import INSTEAD
 
 log = logging.getLogger(__name__)
@@ -175,92 +171,12 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
+def named(error: BaseException) -> str:
+    """Return the type of an error, and the first line of its text, which may say little without it."""
+    line = first_line(error)
+    kind = type(error).__name__
+    return line if line == kind else f"{kind}: {line}"
+
+
 MXFP4_WEIGHTS, MXFP4_SCALES = "_proj_blocks", "_proj_scales"
 """Ends of the names of the tensors of experts in MXFP4, bytes of two weights each, and the exponents of 32 weights."""
-_EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in")
-
-
-def check_weights(
-    config: ExecutorConfig, headers: Headers, device: torch.device, dtype: torch.dtype, ranks: int, *, stored: bool
-) -> None:
-    """Compare the weights with the free memory of the device, on the CPU with free swap space.
-
-    ``ranks``: hold a part of the model each. ``stored``: the checkpoint is quantised, and is kept as it is.
-
-    Raises:
-        ModelError: they do not fit; the text says which option makes them fit.
-    """
-    free = free_memory(device)
-    if device.type == "cpu":
-        free = (free + _swap()) // ranks
-    size = _stored_bytes(headers, dtype) if stored else weight_bytes(headers, dtype, config.quantization)
-    if size // ranks <= free:
-        return
-    kind = f"in {str(dtype).removeprefix('torch.')}" if config.quantization == "none" else f"in {config.quantization}"
-    kind = "as they are stored" if stored else kind
-    each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    raise ModelError(
-        f"not enough memory on {device} for the weights of {config.model}: {kind} they take {size_text(size // ranks)}"
-        f"{each}, and {size_text(free)} are free; "
-        + _what_fits(config, headers, device, dtype, free, size, stored=stored)
-    )
-
-
-def weight_bytes(
-    headers: Headers,
-    dtype: torch.dtype,
-    quantization: Literal["none", "int8", "fp8"] = "none",
-    *,
-    keeps_mxfp4: bool = False,
-) -> int:
-    """Return the bytes of all weights as ``dtype``, with linear layers in eight bits if they are quantised.
-
-    Weights in MXFP4, two in a byte, are converted to ``dtype``, and their scales go into them, unless they are kept.
-    """
-    total = 0
-    for name, tensor in chain.from_iterable(header.items() for header in headers.values()):
-        count = math.prod(tensor.shape)
-        if tensor.dtype == "U8" and name.endswith((MXFP4_WEIGHTS, MXFP4_SCALES)):
-            total += count if keeps_mxfp4 else 2 * count * dtype.itemsize * name.endswith(MXFP4_WEIGHTS)
-            continue
-        linear = len(tensor.shape) >= 2 and not any(part in name for part in _EMBEDDINGS)
-        total += count * (1 if linear and quantization != "none" else dtype.itemsize)
-    return total
-
-
-def _what_fits(
-    config: ExecutorConfig,
-    headers: Headers,
-    device: torch.device,
-    dtype: torch.dtype,
-    free: int,
-    size: int,
-    *,
-    stored: bool,
-) -> str:
-    """Return the options with which the weights fit ``free`` bytes; else the memory that they need."""
-    ways: list[tuple[str, int]] = []
-    if not stored and config.quantization == "none":
-        eight: Literal["int8", "fp8"] = "int8" if device.type == "cpu" else "fp8"
-        if dtype == torch.float32:
-            ways.append(("--dtype bfloat16", weight_bytes(headers, torch.bfloat16)))
-        ways.append((f"--quantization {eight}", weight_bytes(headers, dtype, eight)))
-    gpus = torch.cuda.device_count() * (device.type == "cuda")
-    if config.tensor_parallel == 1:
-        ways += [(f"--tensor-parallel {count}", size // count) for count in (2, 4, 8) if count <= gpus][-1:]
-    if fitting := [f"{option} takes {size_text(needed)}" for option, needed in ways if needed <= free]:
-        return ", or ".join(fitting)
-    least = min([size // config.tensor_parallel, *(needed for _, needed in ways)])
-    return f"take a smaller model, or a machine with more than {size_text(least)} for it"
-
-
-def _stored_bytes(headers: Headers, dtype: torch.dtype) -> int:
-    """Return the bytes of all tensors as they are stored, but those in 16 bits as ``dtype``."""
-    tensors = chain.from_iterable(header.values() for header in headers.values())
-    widening = {"BF16": dtype.itemsize // 2, "F16": dtype.itemsize // 2}
-    return sum((one.data_offsets[1] - one.data_offsets[0]) * widening.get(one.dtype, 1) for one in tensors)
-
-
-def _swap() -> int:
-    table = Path("/proc/meminfo").read_text().splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in table if line.startswith("SwapFree:"))

@@ -1,0 +1,115 @@
+"""The memory that the weights of a model take, and whether they fit into it."""
+
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pagewise_shared.config import ExecutorConfig, size_text
+from pagewise_shared.errors import ModelError
+from torch import nn
+
+from pagewise_executor.kv.kv_pool import free_memory
+from pagewise_executor.models.packed_linear import goes_to_eight_bits, is_conv1d
+from pagewise_executor.models.preparation import parts_of, quantises
+from pagewise_executor.models.weight_files import Headers
+
+
+def check_weights(
+    config: ExecutorConfig,
+    model: nn.Module,
+    headers: Headers,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: int,
+    *,
+    stored: bool,
+) -> None:
+    """Compare the weights with the free memory of the device, on the CPU with free swap space.
+
+    ``model``: the whole model, whose weights have no data. ``ranks``: hold a part of the model each. ``stored``: the
+    checkpoint is quantised, and is kept as it is.
+
+    Raises:
+        ModelError: they do not fit; the text says which option makes them fit.
+    """
+    free = free_memory(device)
+    if device.type == "cpu":
+        free = (free + _swap()) // ranks
+    size = _stored_bytes(headers, dtype) if stored else weight_bytes(model, dtype, config.quantization)
+    if size // ranks <= free:
+        return
+    kind = f"in {str(dtype).removeprefix('torch.')}" if config.quantization == "none" else f"in {config.quantization}"
+    kind = "as they are stored" if stored else kind
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    raise ModelError(
+        f"not enough memory on {device} for the weights of {config.model}: {kind} they take {size_text(size // ranks)}"
+        f"{each}, and {size_text(free)} are free; "
+        + _what_fits(config, model, device, dtype, free, size, stored=stored)
+    )
+
+
+def weight_bytes(model: nn.Module, dtype: torch.dtype, quantization: Literal["none", "int8", "fp8"] = "none") -> int:
+    """Return the bytes of the weights of a model without data, as they are kept.
+
+    Floats are kept as ``dtype``, and bytes, such as those of experts in MXFP4, as they are. Weights that ``prepare``
+    quantises take a byte each, and a scale in float32 for each output. A weight of several modules counts once; if it
+    is quantised in one of them alone, such as a head in int8 that is tied to the embedding, it is kept in both forms.
+    """
+    quantised = {
+        module
+        for part in parts_of(model)
+        if quantises(part, quantization)
+        for module in model.get_submodule(part).modules()
+        if goes_to_eight_bits(module)
+    }
+    in_eight_bits = {module.get_parameter("weight"): module for module in quantised}
+    kept = {
+        weight
+        for module in model.modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if module not in quantised or name != "weight"
+    }
+    scales = sum(4 * weight.shape[is_conv1d(module)] for weight, module in in_eight_bits.items())
+    size = sum(weight.numel() for weight in in_eight_bits) + scales
+    return size + sum(
+        weight.numel() * (dtype if weight.is_floating_point() else weight.dtype).itemsize for weight in kept
+    )
+
+
+def _what_fits(
+    config: ExecutorConfig,
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    free: int,
+    size: int,
+    *,
+    stored: bool,
+) -> str:
+    """Return the options with which the weights fit ``free`` bytes; else the memory that they need."""
+    ways: list[tuple[str, int]] = []
+    if not stored and config.quantization == "none":
+        eight: Literal["int8", "fp8"] = "int8" if device.type == "cpu" else "fp8"
+        if dtype == torch.float32:
+            ways.append(("--dtype bfloat16", weight_bytes(model, torch.bfloat16)))
+        ways.append((f"--quantization {eight}", weight_bytes(model, dtype, eight)))
+    gpus = torch.cuda.device_count() * (device.type == "cuda")
+    if config.tensor_parallel == 1:
+        ways += [(f"--tensor-parallel {count}", size // count) for count in (2, 4, 8) if count <= gpus][-1:]
+    if fitting := [f"{option} takes {size_text(needed)}" for option, needed in ways if needed <= free]:
+        return ", or ".join(fitting)
+    least = min([size // config.tensor_parallel, *(needed for _, needed in ways)])
+    return f"take a smaller model, or a machine with more than {size_text(least)} for it"
+
+
+def _stored_bytes(headers: Headers, dtype: torch.dtype) -> int:
+    """Return the bytes of all tensors as they are stored, but those in 16 bits as ``dtype``."""
+    tensors = chain.from_iterable(header.values() for header in headers.values())
+    widening = {"BF16": dtype.itemsize // 2, "F16": dtype.itemsize // 2}
+    return sum((one.data_offsets[1] - one.data_offsets[0]) * widening.get(one.dtype, 1) for one in tensors)
+
+
+def _swap() -> int:
+    table = Path("/proc/meminfo").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in table if line.startswith("SwapFree:"))
