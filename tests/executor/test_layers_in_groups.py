@@ -149,7 +149,7 @@ def test_features_that_need_one_group_get_it(
 
 @pytest.mark.parametrize("options", [{"kv_mapping": "mmu", "block_size": 32}, {"layer_groups": False}])
 def test_executors_with_one_group_move_segments(gemma3: Path, options: dict[str, object]) -> None:
-    runner = build_runner(gemma3, kernels="torch", host_memory=None, **options)
+    runner = build_runner(gemma3, kernels="torch", host_memory=None, **options)  # type: ignore[arg-type]
     assert not runner.info.groups
     assert not runner.info.no_segments
     runner.close()
