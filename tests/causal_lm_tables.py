@@ -20,6 +20,7 @@ import torch
 import transformers
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.kv.kv_pool import bytes_per_block
+from pagewise_executor.kv.layer_groups import KVLayerKind
 from pagewise_executor.models.aliases import ALIASES
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.loader import load_model
@@ -123,23 +124,34 @@ def families_table() -> str:
     return "\n".join(["| model_type | | ranks | why not |", "|---|---|---|---|", *rows])
 
 
+def memory_of(name: str) -> tuple[list[KVLayerKind], list[int]]:
+    """The layers of a model of ``REAL`` that keep K and V, in bfloat16, and the bytes of the states of each of its
+    recurrent layers."""
+    kind, sizes = REAL[name]
+    (model, recurrent), text = _tried(causal_lms()[kind](**sizes), torch.bfloat16)
+    store_once(model)
+    modules = attention_modules(name, model, text)
+    layers = [attention_shape(one, text, torch.bfloat16) for one in modules]
+    kept = [layers[source] for source in sorted(set(kv_sources(modules, text)))]
+    kinds = [
+        KVLayerKind(one.kv_shape, one.attention_chunk or one.window or 0, one.attention_chunk is not None)
+        for one in kept
+    ]
+    return kinds, [layer.num_bytes for layer in recurrent]
+
+
 def memory_table() -> str:
     """The K and V of a token at real sizes, in layers with a window or attention chunks and in others; and the states
     of recurrent layers."""
     rows = []
-    for name, (kind, sizes) in REAL.items():
-        (model, recurrent), text = _tried(causal_lms()[kind](**sizes), torch.bfloat16)
-        store_once(model)
-        modules = attention_modules(name, model, text)
-        layers = [attention_shape(one, text, torch.bfloat16) for one in modules]
-        kept = [layers[source] for source in sorted(set(kv_sources(modules, text)))]
-        within = [one for one in kept if one.window is not None or one.attention_chunk is not None]
+    for name, (kind, _) in REAL.items():
+        kept, recurrent = memory_of(name)
+        within = [one for one in kept if one.window]
         every, some = (
-            f"{bytes_per_block([one.kv_shape for one in which], 1, torch.bfloat16) / 1024:,.5g} KiB" if which else ""
+            f"{bytes_per_block([one.shape for one in which], 1, torch.bfloat16) / 1024:,.5g} KiB" if which else ""
             for which in (kept, within)
         )
-        size = sum(layer.num_bytes for layer in recurrent)
-        states = f"{len(recurrent)} | {size / 2**20:,.4g} MiB" if recurrent else " |"
+        states = f"{len(recurrent)} | {sum(recurrent) / 2**20:,.4g} MiB" if recurrent else " |"
         rows.append(f"| {name} | `{kind}` | {len(kept)} | {every} | {len(within) or ''} | {some} | {states} |")
     head = "| model | model_type | layers | KV of a token | with a window | their KV | recurrent | their states |"
     return "\n".join([head, "|---|---|---|---|---|---|---|---|", *rows])

@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RECIPES = {
-    title: section
-    for title, section in re.findall(
-        r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    if "docs/recipes/" in section
-}
+SECTIONS = dict(
+    re.findall(r"^### ([^\n]+)\n(.*?)(?=^##|\Z)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+)
+RECIPES = {title: section for title, section in SECTIONS.items() if "docs/recipes/" in section}
 DIFFS = sorted(ROOT.glob("docs/recipes/*.diff"))
 COPIED = (
     "shared",
@@ -122,3 +119,12 @@ def test_every_recipe_has_a_toy_change_and_is_tried() -> None:
     linked = re.findall(r"\(docs/recipes/([\w-]+)\.diff\)", "".join(RECIPES.values()))
     assert sorted(linked) == sorted(diff.stem for diff in DIFFS) == sorted(NODES)
     assert len(RECIPES) == len(linked)
+
+
+def test_the_recipe_of_an_attention_kind_names_every_file_that_knows_one() -> None:
+    """Attention chunks stand for all: each file that reads or passes on their size is named."""
+    named = set(re.findall(r"`([\w./-]+)`", SECTIONS["An attention kind"]))
+    for room in ("services", "shared", "kernels"):
+        for path in (path for end in ("py", "c", "h") for path in (ROOT / room).rglob(f"*.{end}")):
+            if re.search(r"attention_chunk|chunked: bool|\.chunked\b", path.read_text(), re.IGNORECASE):
+                assert str(path.relative_to(ROOT)) in named

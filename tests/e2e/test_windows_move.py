@@ -25,7 +25,10 @@ families = pytest.mark.parametrize(
     "family",
     [
         *("gemma3", "granitemoehybrid"),
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("llama4", "qwen3_next", "lfm2")),
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ("llama4", "gpt_oss", "gemma4_moe", "qwen3_next", "lfm2")
+        ),
     ],
 )
 

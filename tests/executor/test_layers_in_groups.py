@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.group_choice import choose_pages
 from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.model_runner import ModelRunner
@@ -121,30 +122,37 @@ def test_triton_kernels_read_pages(gemma3: Path, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("kernels", "options", "reason"),
     [
-        ({"kv_mapping": "mmu", "kernels": "torch", "block_size": 32}, "--kv-mapping mmu"),
+        ("torch", {"layer_groups": False}, "--no-layer-groups"),
+        ("torch", {"kv_mapping": "mmu"}, "--kv-mapping mmu"),
+        *(("triton", {"attention": name}, f"--attention {name}") for name in ("fa3", "flashinfer", "gluon")),
+        *(("triton", {"attention": name}, None) for name in ("auto", "triton")),
     ],
 )
 def test_features_that_need_one_group_get_it(
-    gemma3: Path, tmp_path: Path, options: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
+    gemma3: Path, kernels: Kernels, options: dict[str, object], reason: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    options = {name: str(tmp_path) if value == "folder" else value for name, value in options.items()}
-    runner = build_runner(gemma3, **({"host_memory": None} | options))  # type: ignore[arg-type]
+    loaded = replace(load_model(ExecutorConfig(model=str(gemma3), device="cpu", kernels="torch")), kernels=kernels)
+    config = ExecutorConfig(model=str(gemma3), **options)  # type: ignore[arg-type]
+    pages = choose_pages(config, loaded, torch.float32)
+    lines = [record.getMessage() for record in caplog.records if "windowed layers keep all tokens" in record.message]
+    if reason is None:
+        assert pages is not None
+        assert not lines
+    else:
+        assert pages is None
+        (line,) = lines
+        assert reason in line
+
+
+@pytest.mark.parametrize("options", [{"kv_mapping": "mmu", "block_size": 32}, {"layer_groups": False}])
+def test_executors_with_one_group_move_segments(gemma3: Path, options: dict[str, object]) -> None:
+    runner = build_runner(gemma3, kernels="torch", host_memory=None, **options)  # type: ignore[arg-type]
     assert not runner.info.groups
-    (line,) = [record.getMessage() for record in caplog.records if "windowed layers keep all tokens" in record.message]
-    assert reason in line
+    assert not runner.info.no_segments
     runner.close()
-
-
-def test_libraries_for_attention_need_one_group(gemma3: Path) -> None:
-    loaded = replace(load_model(ExecutorConfig(model=str(gemma3), device="cpu", kernels="torch")), kernels="triton")
-    found = [
-        choose_pages(ExecutorConfig(model=str(gemma3), attention=name), loaded, torch.float32)
-        for name in ("auto", "triton", "fa3")
-    ]
-    assert [pages is not None for pages in found] == [True, True, False]
 
 
 # ---- poisoned pools -------------------------------------------------------------------------------------------

@@ -106,10 +106,13 @@ def test_fp8_kv_is_nearly_what_it_was(layout: str, tmp_path: Path, device: torch
 @pytest.mark.parametrize(
     "family",
     [
-        *("llama", "qwen3_moe", "gpt_oss"),
+        *("llama", "qwen3_moe", "gpt_oss", "glm4_moe", "mistral4"),
         *(
             pytest.param(one, marks=pytest.mark.long)
-            for one in ("mistral", "qwen3", "gemma2", "gemma4", "gemma4_moe", "llama4", "gpt2", "mixtral", "qwen2_moe")
+            for one in (
+                *("mistral", "qwen3", "gemma2", "gemma4", "gemma4_moe", "llama4", "gpt2", "mixtral", "qwen2_moe"),
+                *("olmo3", "ministral", "minimax_m2", "glm4_moe_lite"),
+            )
         ),
     ],
 )

@@ -25,7 +25,7 @@ from tests.executor.parity import check_mixture, check_recovery
 from tests.executor.poisoned_runner import PoisonedRunner
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, peers_at
-from tests.model_builders import VOCAB_SIZE, build_model, model_fixture
+from tests.model_builders import EAGER, VOCAB_SIZE, build_model, model_fixture
 
 LENGTHS = (100, 41, 64)
 
@@ -38,6 +38,11 @@ model_path = model_fixture(*(pytest.param(one, marks=[pytest.mark.long] * (one i
 
 gemma3 = model_fixture("gemma3", seed=7)
 
+MOVED = ("gemma3", "llama4", "gpt_oss", "gemma4", "gemma4_moe", "glm4_moe_lite")
+"""Windows of two kinds, K and V that layers share, one vector for both, and latents."""
+
+moved_path = model_fixture(*(pytest.param(one, marks=[pytest.mark.long] * (one in MOVED[2:])) for one in MOVED), seed=7)
+
 
 class Conversations:
     """Prompts, their next turns, and a model's answers to them."""
@@ -45,7 +50,10 @@ class Conversations:
     def __init__(self, path: Path) -> None:
         rng = random.Random(3)
         first = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        eager = any(family in str(path) for family in EAGER)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager" if eager else "sdpa"
+        )
         answers = reference(model, first, [8] * 3, "cpu")
         second = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(first, answers, strict=True)]
         self._prompts = first, second
@@ -80,10 +88,10 @@ def test_everything_mixed_at_random(family: str, seed: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("peer_blocks", [400, 22])
-def test_windows_come_from_another_executor(gemma3: Path, peer_blocks: int) -> None:
+def test_windows_come_from_another_executor(moved_path: Path, peer_blocks: int) -> None:
     """With 22 blocks some of them are on the host of the other executor by then."""
-    holder, fetcher = (build_runner(gemma3, exchange=peers_at(), host_memory="4MiB") for _ in range(2))
-    conversations, directory = Conversations(gemma3), PrefixDirectory()
+    holder, fetcher = (build_runner(moved_path, exchange=peers_at(), host_memory="4MiB") for _ in range(2))
+    conversations, directory = Conversations(moved_path), PrefixDirectory()
     first, again = conversations.turn(0), conversations.turn(1)
     theirs, _ = run_requests(holder, first, num_blocks=peer_blocks, recovery="swap", directory=directory)
     scheduler, _ = run_requests(fetcher, again, recovery="swap", directory=directory)
@@ -129,19 +137,19 @@ def check_stored(path: Path, **options: object) -> None:
 
 
 @pytest.mark.parametrize("host_memory", [None, "300KiB"])
-def test_windows_come_from_the_disk(gemma3: Path, tmp_path: Path, host_memory: str | None) -> None:
+def test_windows_come_from_the_disk(moved_path: Path, tmp_path: Path, host_memory: str | None) -> None:
     """Another executor with the same folder finds where it can begin."""
-    check_stored(gemma3, host_memory=host_memory, disk_cache=str(tmp_path))
+    check_stored(moved_path, host_memory=host_memory, disk_cache=str(tmp_path))
 
 
 @pytest.mark.parametrize("host_memory", [pytest.param(None, marks=pytest.mark.long), "300KiB"])
-def test_windows_come_from_redis(gemma3: Path, tmp_path: Path, host_memory: str | None) -> None:
+def test_windows_come_from_redis(moved_path: Path, tmp_path: Path, host_memory: str | None) -> None:
     pytest.importorskip("fakeredis")
     from tests.redis_servers import REAL, start_fake, start_real
 
     port = free_port()
     stop = (start_real if REAL is not None else start_fake)(tmp_path, port)
-    check_stored(gemma3, host_memory=host_memory, store=f"redis://127.0.0.1:{port}/0")
+    check_stored(moved_path, host_memory=host_memory, store=f"redis://127.0.0.1:{port}/0")
     stop()
 
 
@@ -165,9 +173,9 @@ def test_pages_that_hold_nothing_are_never_read_beside_copies(gemma3: Path, monk
     runner.close()
 
 
-def test_a_new_scheduler_begins_where_the_last_one_ended(gemma3: Path) -> None:
-    runner = build_runner(gemma3, host_memory="4MiB")
-    conversations = Conversations(gemma3)
+def test_a_new_scheduler_begins_where_the_last_one_ended(moved_path: Path) -> None:
+    runner = build_runner(moved_path, host_memory="4MiB")
+    conversations = Conversations(moved_path)
     first, again = conversations.turn(0), conversations.turn(1)
     run_requests(runner, first)
     info = msgspec.structs.replace(runner.info, inventory=runner.inventory())
