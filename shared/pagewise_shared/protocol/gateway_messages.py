@@ -124,7 +124,7 @@ class Prompt(Piece, frozen=True):
         progress: of each of its n outputs, if the request is resumed; else empty.
         segments: of the prompt, if it has any.
         places: the places behind which other prompts are expected to go on differently, each as the number of tokens
-            before it; int32 bytes, ascending, at most ``MAX_PLACES``.
+            before it; int32 bytes, at most ``MAX_PLACES``.
     """
 
     tokens: bytes

@@ -100,7 +100,7 @@ def test_no_more_states_are_held_than_admission_counts() -> None:
     assert hits == [800, 300, 0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 29), max_size=8))
 def test_no_rule_of_memory_is_broken_wherever_places_are(seed: int, places: list[int]) -> None:
     """Sequences share prefixes, are preempted and aborted, and steps fail, in a small arena."""
@@ -129,3 +129,13 @@ def test_no_rule_of_memory_is_broken_wherever_places_are(seed: int, places: list
     check_tokens(requests)
     check_arena(scheduler)
     assert_all_free(scheduler)
+
+
+@pytest.mark.parametrize("length", range(30, 38))
+def test_a_prompt_that_just_fits_is_served_with_many_places(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(declared_places, "LEAST_TOKENS", 1)
+    room = create(10**6, 1, (STATES,), budget=64).kv.room_for(length + 3)
+    scheduler = create(room, 1, (STATES,), budget=64)
+    executor = executor_for(scheduler)
+    begin(scheduler, executor, [*range(length)], 4, 8, 12, 16, 20, 24)
+    begin(scheduler, executor, [*range(22), *asked(1, length - 22)], 4, 8, 12, 16, 20, 24)

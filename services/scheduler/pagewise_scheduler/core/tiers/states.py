@@ -93,9 +93,9 @@ class StateGroup(WindowGroup):
     ) -> tuple[list[tuple[int, int]], Copies]:
         """Let a table have a block to which the tokens from ``start`` to ``num_tokens`` are written.
 
-        It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way, but gives up
-        the declared ones that save the least if it would have more than ``most_blocks``. Returns (token, block) for each block to which
-        states are written from a token on, and copies.
+        It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. If it would
+        have more than ``most_blocks``, it gives up the declared ones that save the least. Returns (token, block) for
+        each block to which states are written from a token on, and copies.
         """
         assert isinstance(table, StateTable)
         copies: list[BlockCopy] = []
