@@ -52,7 +52,7 @@ async def test_a_chat_declares_where_its_system_prompt_and_tools_end() -> None:
             ]
         tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
         await ask(server, "/v1/chat/completions", messages=messages[1:], tools=tools)
-        before, behind = pieces(server)
+        before, _ = pieces(server)
         assert before.startswith("<|user|>tools: ")
         assert before.endswith("<|end|><|user|>user: ")
         await ask(server, "/v1/responses", instructions=RULES, input="Hello")
@@ -73,11 +73,12 @@ async def test_nothing_is_declared_without_a_beginning_or_without_snapshots() ->
 
 
 async def test_breakpoints_of_messages() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "17", "cache_control": CACHED}
     history: list[Any] = [
         {"role": "user", "content": [text("first"), text("second", cached=False)]},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "get_weather", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "17", "cache_control": CACHED}]},
-    ]  # fmt: skip
+        {"role": "user", "content": [result]},
+    ]
     async with serving(with_snapshots(), tokenizer=TOKENIZER, **HERMES) as server:
         given = {"system": [text("One."), text("Two.", cached=False)], "tools": [TOOL | {"cache_control": CACHED}]}
         await ask(server, "/v1/messages", max_tokens=4, messages=history, **given)
@@ -94,12 +95,12 @@ async def test_breakpoints_of_messages() -> None:
     ("fields", "error"),
     [
         ({"system": [text("a")] * 3, "messages": [{"role": "user", "content": [text("b")] * 2}]}, "Found 5."),
-        ({"system": [text("a") | {"cache_control": {"type": "forever"}}]}, "system[0].cache_control.type"),
-        ({"system": [text("a") | {"cache_control": {"type": "ephemeral", "ttl": "2h"}}]}, "system[0].cache_control.ttl"),
+        ({"system": [text("a") | {"cache_control": CACHED | {"type": "ever"}}]}, "system[0].cache_control.type"),
+        ({"system": [text("a") | {"cache_control": CACHED | {"ttl": "2h"}}]}, "system[0].cache_control.ttl"),
         ({"tools": [TOOL | {"cache_control": "ephemeral"}]}, "tools[0].cache_control"),
         ({"cache_control": 5}, "cache_control"),
     ],
-)  # fmt: skip
+)
 async def test_wrong_breakpoints_are_refused(fields: dict[str, Any], error: str) -> None:
     async with serving(with_snapshots(), tokenizer=TOKENIZER, **HERMES) as server:
         body = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": "a"}], **fields}
