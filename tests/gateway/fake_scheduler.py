@@ -102,7 +102,7 @@ class FakeScheduler:
         step_seconds: time between two rounds. tokens_per_round: of each stream.
         silent: nothing is answered, and nothing generated. paused: nothing is generated. mute: requests without prompts
             get no leave to run.
-        heartbeat_ms: as in the welcome. no_grammars, problems: of the fleet.
+        heartbeat_ms: as in the welcome. no_grammars, problems, has_snapshots: of the fleet.
         submits, hellos, aborts, stops, goodbyes: the received messages. snapshots: the last metrics by gateway.
         reports: the answers to queries, by kind and argument. queries: the received queries.
         views: the content for consoles, by part. endable: ids of requests that an operator can end.
@@ -125,6 +125,7 @@ class FakeScheduler:
     paused: bool = False
     heartbeat_ms: int = 200
     no_grammars: str = ""
+    has_snapshots: bool = False
     problems: tuple[str, ...] = ()
     submits: list[Submit] = field(default_factory=list)
     hellos: list[GatewayHello] = field(default_factory=list)
@@ -217,7 +218,8 @@ class FakeScheduler:
 
     def _fleet(self, epoch: int) -> FleetState:
         vocab_size = self.vocab_size if self.max_model_len else 0
-        return FleetState(epoch, self.ready, self.max_model_len, vocab_size, self.no_grammars, self.problems)
+        limits = self.max_model_len, vocab_size, self.no_grammars
+        return FleetState(epoch, self.ready, *limits, self.problems, self.has_snapshots)
 
     async def _send(self, identity: bytes, message: Message | bytes) -> None:
         frame = message if isinstance(message, bytes) else encode(message)

@@ -114,12 +114,14 @@ class Capacity:
     """The limits of the executors that are ready, against which requests are checked.
 
     ``max_model_len``: most tokens (prompt and output) of a sequence: the model's limit, or the size of the largest KV
-    pool. ``no_grammars``: the reason for which executors cannot follow grammars; empty: they can.
+    pool. ``no_grammars``: the reason for which executors cannot follow grammars; empty: they can. ``snapshots``:
+    prompts begin at snapshots alone, which are taken at the places that a prompt declares.
     """
 
     max_model_len: int
     vocab_size: int
     no_grammars: str = ""
+    snapshots: bool = False
 
 
 class GenerationError(Exception):

@@ -75,11 +75,13 @@ class ReuseHints(Piece, frozen=True):
     """Hints on when the prefix of a request will be used again; eviction learns how reliable they are.
 
     ``retention``: seconds for which the client wants the prefix kept, 0 if not given. ``tool_call_ids``: tokens with
-    which the model calls a tool, whose result then follows this prefix and the answer.
+    which the model calls a tool, whose result then follows this prefix and the answer. ``cache_key``: the client's
+    ``prompt_cache_key``; the prompts of requests with the same one are expected to share a beginning.
     """
 
     retention: int = 0
     tool_call_ids: tuple[int, ...] = ()
+    cache_key: str = ""
 
 
 class StreamProgress(Piece, frozen=True, gc=False):
@@ -113,12 +115,15 @@ class Prompt(Piece, frozen=True):
         max_tokens: maximum output tokens of each output; 0: only the prompt is computed, for its log-probabilities.
         progress: of each of its n outputs, if the request is resumed; else empty.
         segments: of the prompt, if it has any.
+        places: the places behind which other prompts are expected to go on differently, each as the number of tokens
+            before it; int32 bytes, at most ``MAX_PLACES``.
     """
 
     tokens: bytes
     max_tokens: int
     progress: Annotated[tuple[StreamProgress, ...], Meta(max_length=MAX_PROMPTS)] = ()
     segments: PromptSegments | None = None
+    places: bytes = b""
 
     @property
     def token_ids(self) -> "memoryview[int]":
@@ -335,6 +340,7 @@ class FleetState(Message, frozen=True):
         vocab_size: of the model; 0: not known yet.
         no_grammars: why no output can be constrained by a grammar; empty: some executor can do it.
         problems: a sentence for each process of the server that keeps restarting and does not become ready.
+        snapshots: prompts begin at snapshots of windows or states alone, so ``Prompt.places`` have an effect.
     """
 
     epoch: int
@@ -343,6 +349,7 @@ class FleetState(Message, frozen=True):
     vocab_size: int = 0
     no_grammars: str = ""
     problems: tuple[str, ...] = ()
+    snapshots: bool = False
 
 
 class GatewayWelcome(Message, frozen=True):

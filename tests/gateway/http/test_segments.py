@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.prompts import mark_parts, unmark
+from pagewise_gateway.http.pieces import mark_parts, unmark
 from pagewise_gateway.http.schema import ChatMessage, ContentPart
 from pagewise_shared.protocol import PromptSegments, unpack_int32s
 from pagewise_shared.segments import ALL_BEFORE

@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pagewise_scheduler.core.features.registry import FeatureOptions
@@ -87,11 +87,12 @@ class Resettable(Protocol):
 def drive_at_random(
     rng: random.Random, scheduler: Scheduler, executor: Resettable, execute: Callable[[StepPlan], StepResult],
     longest: int, check: Callable[[], None] = lambda: None, copied: Callable[[], None] = lambda: None,
+    places: Sequence[int] = (),
 ) -> tuple[list[Request], deque[StepResult]]:  # fmt: skip
     """Sequences of up to ``longest`` tokens share prefixes and are aborted, and steps fail.
 
-    ``check`` is called after each operation, and ``copied`` now and then: it reports copies that are done. Returns the
-    requests that did not fail, and the results of the steps that are in flight.
+    ``check`` is called after each operation, and ``copied`` now and then: it reports copies that are done. ``places``:
+    that prompts declare. Returns the requests that did not fail, and the results of the steps that are in flight.
     """
     base = [rng.randrange(1000) for _ in range(30)]
     requests: list[Request] = []
@@ -104,6 +105,7 @@ def drive_at_random(
             case 0 | 1 | 2:
                 prompt = [*base[: rng.randrange(25)], *(rng.randrange(1000) for _ in range(rng.randrange(1, 5)))]
                 request = create_request(prompt, rng.randrange(1, longest - len(prompt)), n=rng.choice((1, 1, 2)))
+                request.places = [place for place in places if place <= len(prompt)]
                 requests.append(request)
                 if isinstance(executor, CheckingExecutor) and scheduler.kv.hashed:
                     request.stored[DISK_NAME] = num_stored(scheduler, executor, request)

@@ -69,7 +69,7 @@ def generate(
             cache_salt=client.cache_salt(body.cache_salt),
             key=client.name,
             client_request_id=client_request_id(request),
-            reuse=ReuseHints(retention_seconds(body), service.tokenizer.tool_call_ids),
+            reuse=ReuseHints(retention_seconds(body), service.tokenizer.tool_call_ids, body.prompt_cache_key or ""),
             adapter=check_model(body.model, service.limits),
         ),
         limits=client.limits,

@@ -33,7 +33,9 @@ from pagewise_gateway.http.messages_api import count_tokens, create_message, err
 from pagewise_gateway.http.openapi import OPERATORS, Endpoint, document
 from pagewise_gateway.http.params import Limits, check_common, check_model
 from pagewise_gateway.http.parsing import discard_body, read_request
-from pagewise_gateway.http.prompts import Piece, check_segments, check_tokenizable, encode_chat, encode_text
+from pagewise_gateway.http.pieces import Piece, check_segments
+from pagewise_gateway.http.places import PlaceFinder
+from pagewise_gateway.http.prompts import check_tokenizable, encode_chat, encode_text
 from pagewise_gateway.http.request_log import about_request, log_request, trace_requests
 from pagewise_gateway.http.responses_api import create_response
 from pagewise_gateway.http.writing import Deliveries, in_time, known_error, write_if_large
@@ -83,17 +85,19 @@ def create_app(
     )
     memory = BodyMemory(config.max_body_memory, config.max_body_bytes, metrics)
     answers = AnswerMemory(config.max_answer_memory, metrics)
+    formats = ChatFormats(config, tokenizer)
     app[Service.KEY] = Service(
         scheduler_client,
         tokenizer,
         metrics,
         limits,
-        ChatFormats(config, tokenizer),
+        formats,
         config.write_timeout,
         body_memory=memory,
         answer_memory=answers,
         turns=LoopTurns(),
         grammars=Grammars(),
+        places=PlaceFinder(tokenizer, formats.template_kwargs),
     )
     # Making it takes milliseconds, so it is made here and not for each request.
     app[_OPENAPI] = msgspec.json.encode(

@@ -6,7 +6,7 @@ from typing import cast
 
 from aiohttp import web
 from msgspec import UNSET
-from pagewise_shared.protocol import Prompt
+from pagewise_shared.protocol import Prompt, pack_int32s
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http import params, responses
@@ -17,7 +17,8 @@ from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.intake import AnswerSize, Intake
 from pagewise_gateway.http.logprobs import chat_logprobs
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import check_segments, encode_bad_words, encode_chat, prompt_segments
+from pagewise_gateway.http.pieces import check_segments
+from pagewise_gateway.http.prompts import encode_bad_words, encode_chat, prompt_segments
 from pagewise_gateway.http.responses import (
     ChatChoice,
     ChatChunk,
@@ -261,7 +262,8 @@ async def run_chat(
     size = AnswerSize(n, body.stream, service.answer_memory.share, sampling.logprobs)
     default = size.default_tokens(len(tokens), repeated)
     budget = params.output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
-    prompt = Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded))
+    places = pack_int32s(encoded.places)
+    prompt = Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded), places=places)
     params.strip(body)
     intake.memory.release()
     prompt_bytes = size.reserve([prompt], intake.answer, repeated)

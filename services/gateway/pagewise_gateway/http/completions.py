@@ -17,13 +17,8 @@ from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.intake import AnswerSize
 from pagewise_gateway.http.logprobs import NO_LOGPROBS, CompletionLogprobsBuilder, LogprobColumns, columns_json
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.prompts import (
-    check_prompts,
-    check_segments,
-    encode_bad_words,
-    encode_prompt,
-    prompt_segments,
-)
+from pagewise_gateway.http.pieces import check_segments
+from pagewise_gateway.http.prompts import check_prompts, encode_bad_words, encode_prompt, prompt_segments
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest
 from pagewise_gateway.http.structured import grammar_of, wanted_grammar

@@ -10,6 +10,7 @@ from pagewise_gateway.http.credentials import Client
 from pagewise_gateway.http.intake import AnswerMemory, BodyMemory
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.params import Limits
+from pagewise_gateway.http.places import PlaceFinder
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.scheduler_client import SchedulerClient
 from pagewise_gateway.structured.grammars import Grammars
@@ -48,6 +49,7 @@ class Service:
         limits: of this service, and the names of its models. formats: the options of conversations.
         write_timeout: seconds that a client may take to read data that was written.
         turns: runs work on the event loop. grammars: makes and checks grammars.
+        places: finds where prompts declare that others go on differently.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
@@ -62,6 +64,7 @@ class Service:
     answer_memory: AnswerMemory
     turns: LoopTurns
     grammars: Grammars
+    places: PlaceFinder
 
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """``POST /v1/messages`` and ``/v1/messages/count_tokens``: a translation of Anthropic's API to and from chats."""
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from aiohttp import web
@@ -16,6 +16,7 @@ from pagewise_gateway.http.errors import APIError, InvalidRequestError, UnknownP
 from pagewise_gateway.http.event_answers import Event, EventAnswer, as_bytes, ended_early
 from pagewise_gateway.http.params import check_model
 from pagewise_gateway.http.parsing import read_request
+from pagewise_gateway.http.places import Breakpoint
 from pagewise_gateway.http.prompts import encode_chat
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, ContentPart, JSONSchema, JSONSchemaFormat
 from pagewise_gateway.http.tools_schema import (
@@ -66,6 +67,10 @@ _BILLING = "x-anthropic-billing-header"
 """The beginning of a line that some clients put into the system text. The line changes with every request, so no prefix
 behind it would be found in the cache, and it has no meaning for the model."""
 
+_MOST_BREAKPOINTS = 4
+"""The maximum number of cache breakpoints, as in Anthropic's API. The one of the whole request is not counted: it is at
+the end of the prompt."""
+
 _ALLOWED: dict[str, tuple[type[schema.Block], ...]] = {
     "user": (schema.TextBlock, schema.ToolResultBlock, schema.RedactedThinkingBlock),
     "assistant": (schema.TextBlock, schema.ToolUseBlock, schema.ThinkingBlock, schema.RedactedThinkingBlock),
@@ -90,8 +95,10 @@ def chat_request(body: schema.CountRequest) -> ChatRequest:
     """Return the chat that a request for a message asks for.
 
     Raises:
-        InvalidRequestError: a block does not fit the role of its message, or a choice has no name.
+        InvalidRequestError: a block does not fit the role of its message, a choice has no name, or there are too many
+            cache breakpoints.
     """
+    _check_breakpoints(body)
     conversation = _conversation(body)
     config = body.output_config or schema.OutputConfig()
     chat = ChatRequest(
@@ -114,15 +121,41 @@ def chat_request(body: schema.CountRequest) -> ChatRequest:
     return chat
 
 
+def _check_breakpoints(body: schema.CountRequest) -> None:
+    blocks: list[Any] = [*(body.tools or ()), *(body.system if isinstance(body.system, list) else ())]
+    for message in body.messages:
+        for block in message.content if isinstance(message.content, list) else ():
+            inner = block.content if isinstance(block, schema.ToolResultBlock) else None
+            blocks += [block, *(inner if isinstance(inner, list) else ())]
+    found = sum(getattr(block, "cache_control", None) is not None for block in blocks)
+    if found > _MOST_BREAKPOINTS:
+        raise InvalidRequestError(
+            f"A maximum of {_MOST_BREAKPOINTS} blocks with cache_control may be provided. Found {found}.",
+            "cache_control",
+        )
+
+
+def _part(text: str, cache_control: schema.CacheControl | None) -> ContentPart:
+    return (ContentPart if cache_control is None else Breakpoint)("text", text)
+
+
+def _content(parts: list[ContentPart]) -> str | list[ContentPart] | None:
+    plain = len(parts) == 1 and not isinstance(parts[0], Breakpoint)
+    return parts[0].text if plain else parts or None
+
+
 def _system(body: schema.CountRequest) -> list[ChatMessage]:
     given = body.system or []
-    blocks = [given] if isinstance(given, str) else [block.text for block in given]
-    kept = [
-        "\n".join(line for line in text.split("\n") if not line.startswith(_BILLING)) if _BILLING in text else text
-        for text in blocks
-    ]
-    text = "\n".join(text for text in kept if text.strip())
-    return [ChatMessage("system", text)] if text else []
+    blocks = [schema.OnlyText("text", given)] if isinstance(given, str) else given
+    parts = [_part(_without_billing(block.text), block.cache_control) for block in blocks]
+    content = _content([part for part in parts if part.text.strip()])
+    return [ChatMessage("system", content)] if content else []
+
+
+def _without_billing(text: str) -> str:
+    if _BILLING not in text:
+        return text
+    return "\n".join(line for line in text.split("\n") if not line.startswith(_BILLING))
 
 
 def _conversation(body: schema.CountRequest) -> list[ChatMessage]:
@@ -146,7 +179,7 @@ def _messages(message: schema.InputMessage, location: str) -> list[ChatMessage]:
             raise InvalidRequestError(f"{where}: blocks of type {kind} are not for the {message.role}", where)
         match block:
             case schema.TextBlock():
-                texts.append(ContentPart("text", block.text))
+                texts.append(_part(block.text, block.cache_control))
             case schema.ToolUseBlock():
                 arguments = msgspec.json.encode(block.input).decode()
                 calls.append(AssistantToolCall(block.id, CalledFunction(block.name, arguments)))
@@ -154,17 +187,18 @@ def _messages(message: schema.InputMessage, location: str) -> list[ChatMessage]:
                 thoughts.append(block.thinking)
             case schema.ToolResultBlock():
                 results.append(ChatMessage("tool", _result(block), tool_call_id=block.tool_use_id))
-    content = texts[0].text if len(texts) == 1 else texts or None
     if any((texts, calls, thoughts)):
         reasoning = "\n".join(thoughts) or None
-        results.append(ChatMessage(message.role, content, tool_calls=calls or None, reasoning=reasoning))
+        results.append(ChatMessage(message.role, _content(texts), tool_calls=calls or None, reasoning=reasoning))
     return results
 
 
 def _result(block: schema.ToolResultBlock) -> str | list[ContentPart]:
-    if isinstance(block.content, list):
-        return [ContentPart("text", part.text) for part in block.content] or ""
-    return block.content or ""
+    given = [schema.OnlyText("text", block.content)] if isinstance(block.content, str) else block.content or []
+    parts = [_part(part.text, part.cache_control) for part in given]
+    if parts:
+        parts[-1] = _part(parts[-1].text, block.cache_control or given[-1].cache_control)
+    return _content(parts) or ""
 
 
 def _tool_choice(body: schema.CountRequest) -> ToolChoice | None:

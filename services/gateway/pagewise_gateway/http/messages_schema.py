@@ -17,20 +17,31 @@ from pagewise_gateway.http.tools_schema import MAX_TOOLS, FunctionName, Id
 _IgnoredObject = Annotated[dict[str, Any], Meta(max_length=16, description="Accepted, and without any effect.")]
 
 
+class CacheControl(Struct, forbid_unknown_fields=True):
+    """A cache breakpoint: the prefix that ends here is expected to be used again. ``ttl`` and ``scope`` have no effect.
+
+    All prefixes are cached. With layers that need snapshots (windows, states), one is taken here.
+    """
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
+
+
 class TextBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """A text. ``cache_control`` has no effect: all prefixes are cached."""
+    """A text."""
 
     text: str
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     citations: Any = None
 
 
 class OnlyText(Struct, forbid_unknown_fields=True):
-    """A text where there is nothing else. ``cache_control`` has no effect."""
+    """A text where there is nothing else."""
 
     type: Literal["text"]
     text: str
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     citations: Any = None
 
 
@@ -40,7 +51,7 @@ class ToolUseBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="to
     id: Id
     name: FunctionName
     input: dict[str, Any]
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     caller: Any = None
 
 
@@ -50,7 +61,7 @@ class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag=
     tool_use_id: Id
     content: str | list[OnlyText] | None = None
     is_error: bool | None = None
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
@@ -79,7 +90,7 @@ class InputMessage(Struct, forbid_unknown_fields=True):
 class MessageTool(Struct, forbid_unknown_fields=True):
     """A tool that the model may use. ``parameters``: the JSON schema of its input.
 
-    The last five fields have no effect: the model sees every tool, and its input is always streamed as it is written.
+    The last four fields have no effect: the model sees every tool, and its input is always streamed as it is written.
     """
 
     name: FunctionName
@@ -87,7 +98,7 @@ class MessageTool(Struct, forbid_unknown_fields=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
     input_examples: list[Any] | None = None
@@ -135,7 +146,7 @@ class CountRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     thinking: Thinking | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     output_config: OutputConfig | None = None
-    cache_control: Any = None
+    cache_control: CacheControl | None = None
     context_management: _IgnoredObject | None = None
 
 

@@ -305,7 +305,7 @@ def strip(body: CompletionRequest | ChatRequest) -> None:
     """
     body.logit_bias = body.bad_words = body.allowed_token_ids = None
     body.response_format = body.structured_outputs = None
-    body.user = body.safety_identifier = body.prompt_cache_key = body.segments = None
+    body.user = body.safety_identifier = body.segments = None
     if isinstance(body, CompletionRequest):
         body.prompt = ""
     else:

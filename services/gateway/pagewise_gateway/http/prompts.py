@@ -1,25 +1,19 @@
-"""Turns prompts, conversations and banned words into token ids, and finds the segments that a request declares.
+"""Turns prompts, conversations and banned words into token ids, and finds the segments that a request declares."""
 
-A segment has to have the same tokens at every position, so a prompt with segments is tokenized piece by piece: the text
-before a segment, the segment, and the text behind it.
-"""
-
-import re
-import secrets
 from array import array
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from msgspec import structs
 from pagewise_shared.protocol import PromptSegments, pack_int32s
 from pagewise_shared.sampling import MAX_BAD_TOKENS
-from pagewise_shared.segments import ALL_BEFORE, MAX_SEGMENTS, make_segments
+from pagewise_shared.segments import ALL_BEFORE, make_segments
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.context import Service
 from pagewise_gateway.http.conversation import check_chat, render_chat
 from pagewise_gateway.http.errors import ContextLengthError, InvalidRequestError
+from pagewise_gateway.http.pieces import Piece, cut_at_segments, mark_parts, unmark
 from pagewise_gateway.http.schema import (
     ALWAYS_TOKENIZED_CHARACTERS,
     CHARACTERS_PER_TOKEN,
@@ -28,27 +22,17 @@ from pagewise_gateway.http.schema import (
     ChatRequest,
     CompletionRequest,
     GenerationFields,
-    Segments,
     TokenizeRequest,
 )
 from pagewise_gateway.text.template import ChatTemplateError
 from pagewise_gateway.text.tokenizer import Tokenizer
 
-_PLACEHOLDER = re.compile("(\ue000[0-9a-f]{24}\ue001)")
-"""The name that replaces a marked part while the chat template is rendered."""
 SHORT_CHARACTERS = 2_000
 """Texts of up to this length are tokenized on the event loop, because a round trip to a thread takes longer."""
 _END_CHARACTERS = 64
 """The last characters of a prompt, which show whether it begins the reasoning of its answer."""
 _FEW_PIECES = 32
 """Conversations of up to so many messages, parts and calls are rendered on the event loop, in turns."""
-
-
-class Piece(NamedTuple):
-    """A part of a prompt's text, which may be a segment, or the root of all segments."""
-
-    text: str
-    kind: Literal["", "segment", "root"] = ""
 
 
 class Encoded(NamedTuple):
@@ -58,104 +42,14 @@ class Encoded(NamedTuple):
         tokens: its token ids (int32). ranges: of each segment, its first token and the first token behind it.
         root: the number of first tokens that the segments attend to.
         text: of a conversation, the end of its text, or all of it.
+        places: of a conversation, if they have an effect: see ``Prompt.places``.
     """
 
     tokens: "array[int]"
     ranges: list[tuple[int, int]]
     root: int = ALL_BEFORE
     text: str = ""
-
-
-def check_segments(body: CompletionRequest | ChatRequest, prompts: Sequence[str | list[int]] = ("",)) -> None:
-    """Check that the fields of a request can be used with its segments. ``prompts``: of a completion.
-
-    Raises:
-        InvalidRequestError: they cannot.
-    """
-    marked = _num_marked(body.messages) if isinstance(body, ChatRequest) else 0
-    if body.segments is None and not marked:
-        return
-    if marked > MAX_SEGMENTS:
-        raise InvalidRequestError(f"{marked} marked parts are too many: at most {MAX_SEGMENTS}", "messages")
-    if body.truncate_prompt_tokens is not None:
-        raise InvalidRequestError("segments and truncate_prompt_tokens cannot be used together", "segments")
-    if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
-        raise InvalidRequestError(
-            "segments: there are no log-probabilities of a prompt (echo) whose segments are not computed", "segments"
-        )
-    _check_names(body.segments or Segments(), marked, prompts)
-
-
-def _check_names(asked: Segments, marked: int, prompts: Sequence[str | list[int]]) -> None:
-    named = {"texts": asked.texts is not None, "ranges": asked.ranges is not None, "marks": marked > 0}
-    ways = [way for way, used in named.items() if used]
-    if len(ways) != 1:
-        raise InvalidRequestError(
-            "segments: name them by texts, by ranges, or by marked parts of messages, in one of these ways", "segments"
-        )
-    kind, root = {"texts": (str, str), "ranges": (list, int), "marks": (str, bool)}[ways[0]]
-    if len(prompts) != 1 or not isinstance(prompts[0], kind):
-        of = "of token ids" if kind is list else "that is a text"
-        raise InvalidRequestError(f"segments.{ways[0]} are of one prompt {of}", "segments")
-    if type(asked.root) not in (root, bool, type(None)):
-        raise InvalidRequestError("segments.root is a text with texts, and a number of tokens with ranges", "segments")
-
-
-def _num_marked(messages: Sequence[ChatMessage]) -> int:
-    parts = (message.content for message in messages if isinstance(message.content, list))
-    return sum(bool(part.segment) for content in parts for part in content)
-
-
-def mark_parts(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict[str, str]]:
-    """Replace each part of messages that is marked as a segment by a placeholder, for the chat template.
-
-    Returns the messages, and the texts by their placeholders. No text contains these, because they are random.
-    """
-    texts: dict[str, str] = {}
-    marked = []
-    for message in messages:
-        if isinstance(message.content, list) and any(part.segment for part in message.content):
-            parts = []
-            for part in message.content:
-                if part.segment:
-                    texts[name := f"\ue000{secrets.token_hex(12)}\ue001"] = part.text
-                    part = type(part)("text", name)
-                parts.append(part)
-            message = structs.replace(message, content=parts)
-        marked.append(message)
-    return marked, texts
-
-
-def unmark(rendered: str, texts: dict[str, str]) -> list[Piece]:
-    """Cut a rendered conversation at the placeholders of ``mark_parts``, and put back the texts.
-
-    Raises:
-        InvalidRequestError: the chat template leaves a part out, or repeats it.
-    """
-    between = _PLACEHOLDER.split(rendered)
-    if between[1::2] != list(texts):
-        raise InvalidRequestError("the chat template leaves out, repeats or reorders a marked part", "messages")
-    kinds: tuple[Literal["", "segment"], ...] = ("", "segment")
-    return [Piece(texts.get(part, part), kinds[number % 2]) for number, part in enumerate(between)]
-
-
-def _cut(text: str, segments: Segments | None) -> list[Piece]:
-    """Cut a prompt at its segments, which it contains in this order, and behind its root, if that is a text."""
-    pieces, at = [], 0
-    if segments is not None and isinstance(segments.root, str):
-        if not text.startswith(segments.root):
-            raise InvalidRequestError("segments.root is not how the prompt begins", "segments")
-        pieces.append(Piece(segments.root, "root"))
-        at = len(segments.root)
-    for number, segment in enumerate((segments and segments.texts) or ()):
-        found = text.find(segment, at)
-        if found < 0:
-            raise InvalidRequestError(
-                f"segments.texts[{number}] is not in the prompt, behind the one before it", "segments"
-            )
-        pieces += [Piece(text[at:found]), Piece(segment, "segment")]
-        at = found + len(segment)
-    return [*pieces, Piece(text[at:])]
+    places: Sequence[int] = ()
 
 
 def _encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece], add_special_tokens: bool) -> Encoded:
@@ -226,7 +120,9 @@ async def encode_prompt(
             _check_text_length(service, prompt, capacity, "prompt")
         else:
             check_tokenizable(prompt, capacity, "prompt")
-        encoded = await encode_text(service, _cut(prompt, body.segments), body.add_special_tokens is not False, key)
+        encoded = await encode_text(
+            service, cut_at_segments(prompt, body.segments), body.add_special_tokens is not False, key
+        )
         if not encoded.tokens:
             raise InvalidRequestError("prompt has no tokens", "prompt")
         _check_vocabulary(service.tokenizer, encoded.tokens, capacity, "prompt")
@@ -275,18 +171,23 @@ async def encode_chat(
     """
     check_chat(body)
     characters, pieces = _size(body.messages or ())
+    declares = capacity is not None and capacity.snapshots and getattr(body, "truncate_prompt_tokens", None) is None
 
     def encode() -> Encoded:
         messages, marked = mark_parts(body.messages or ())
         rendered = render_chat(service.tokenizer, body, messages, service.formats.template_kwargs)
-        parts = unmark(rendered, marked) if marked else _cut(rendered, getattr(body, "segments", None))
+        parts = unmark(rendered, marked) if marked else cut_at_segments(rendered, getattr(body, "segments", None))
         text = "".join([part.text for part in parts])
         if isinstance(body, TokenizeRequest) or body.truncate_prompt_tokens is not None:
             check_tokenizable(text, capacity, "messages")
         elif capacity is not None:
             _check_text_length(service, text, capacity, "messages")
         # Chat templates contain the special tokens.
-        encoded = _encode_pieces(service.tokenizer, parts, bool(body.add_special_tokens))
+        if declares and len(parts) == 1 and isinstance(body, ChatRequest):
+            tokens, places = service.places.encode(body, text)
+            encoded = Encoded(array("i", tokens), [], places=places)
+        else:
+            encoded = _encode_pieces(service.tokenizer, parts, bool(body.add_special_tokens))
         if capacity is not None and isinstance(body, ChatRequest):
             _check_vocabulary(service.tokenizer, encoded.tokens, capacity, "messages")
         return encoded._replace(text=text if whole_text else text[-_END_CHARACTERS:])

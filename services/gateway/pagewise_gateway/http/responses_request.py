@@ -58,6 +58,7 @@ def chat_request(body: schema.ResponsesRequest) -> ChatRequest:
         stream=body.stream,
         chat_template_kwargs=body.chat_template_kwargs,
         cache_salt=body.cache_salt,
+        prompt_cache_key=body.prompt_cache_key,
         prompt_cache_retention=body.prompt_cache_retention,
     )
 

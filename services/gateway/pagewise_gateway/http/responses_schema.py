@@ -7,6 +7,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from pagewise_gateway.http.schema import (
     MAX_SCHEMA_NAME,
     SCHEMAS,
+    CacheKey,
     CacheRetention,
     CacheSalt,
     Ignored,
@@ -194,7 +195,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: CacheSalt | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
-    prompt_cache_key: Ignored | None = None
+    prompt_cache_key: CacheKey | None = None
     prompt_cache_retention: CacheRetention | None = None
     client_metadata: (
         Annotated[dict[str, Any], Meta(max_length=64, description="Accepted, and without any effect.")] | None

@@ -41,6 +41,13 @@ LONGEST_TEXT = (
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Ignored = Annotated[str, Meta(max_length=MAX_IGNORED_CHARACTERS, description="Accepted, and without any effect.")]
+CacheKey = Annotated[
+    str,
+    Meta(
+        max_length=MAX_IGNORED_CHARACTERS,
+        description="Prompts of one key are expected to share a beginning, at whose end states and windows are kept.",
+    ),
+]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -252,7 +259,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
-    prompt_cache_key: Ignored | None = None
+    prompt_cache_key: CacheKey | None = None
     prompt_cache_retention: CacheRetention | None = None
 
 

@@ -130,7 +130,9 @@ class SchedulerClient:
     def capacity(self) -> Capacity | None:
         """Return the limits of the executors, as last reported; None until a first executor has joined."""
         fleet = self._fleet
-        return Capacity(fleet.max_model_len, fleet.vocab_size, fleet.no_grammars) if fleet.max_model_len else None
+        if not fleet.max_model_len:
+            return None
+        return Capacity(fleet.max_model_len, fleet.vocab_size, fleet.no_grammars, fleet.snapshots)
 
     async def wait_for_capacity(self) -> Capacity:
         """Return the limits of the executors. Before the first report, wait for a scheduler as long as requests do.

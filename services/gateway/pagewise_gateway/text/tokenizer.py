@@ -225,6 +225,18 @@ class Tokenizer:
         # Not ``encode``, which holds the GIL (3 s for 3 MB of text); the calls for batches do not.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_and_count(
+        self, text: str, ends: Sequence[int], add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text as ``encode`` does, and how many of them end within its first characters.
+
+        ``ends``: the numbers of first characters.
+        """
+        encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        ids: list[int] = encoding.ids
+        first = (encoding.char_to_token(end) for end in ends)  # None at the end, and at a blank that no token has
+        return ids, [len(ids) if end >= len(text) else found or 0 for end, found in zip(ends, first, strict=True)]
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Bytes that are not valid UTF-8 become U+FFFD."""
         if len(token_ids) > _LONG_DECODE:  # ``decode`` would hold the GIL: 0.2 s for a million tokens

@@ -47,6 +47,7 @@ from pagewise_scheduler.server.sessions import (
     spoken_version,
     text_error,
 )
+from pagewise_scheduler.server.shared_beginnings import SharedBeginnings
 from pagewise_scheduler.server.submissions import (
     MAX_STREAM,
     MAX_STREAMS,
@@ -135,7 +136,7 @@ class Gateways(Sessions[Gateway]):
         self._end_any = config.gateways_end_any_request
         self._usages = KeyUsages(metrics)
         self.names: RequestNames[Request] = RequestNames()
-        self._sent_capacity = Capacity()
+        self._sent_capacity, self._beginnings = Capacity(), SharedBeginnings()
         self._problems: tuple[str, ...] = ()
         self.gone: deque[GoneGateway] = deque(maxlen=_MOST_GONE)
         self.ended = EndedRequests()
@@ -183,7 +184,8 @@ class Gateways(Sessions[Gateway]):
         self._send_adapters(session)
 
     def _fleet_state(self, session: Session[Gateway]) -> FleetState:
-        return FleetState(session.epoch, *self._router.capacity, self._problems)
+        *limits, snapshots = self._router.capacity
+        return FleetState(session.epoch, *limits, self._problems, snapshots)
 
     def _lost(self, session: Session[Gateway], reason: str, loss: Loss) -> None:
         gateway = session.peer
@@ -286,6 +288,8 @@ class Gateways(Sessions[Gateway]):
             outputs=gateway.outputs,
             on_end=lambda live: self._prompt_ended(gateway, stream, live),
         )
+        if submit.params.reuse.cache_key and self._router.capacity.snapshots:
+            self._beginnings.declare(prompts)
         submission = Submission(stream, usage, now, prompts)
         if submit.counted_as >= 0:
             counted = gateway.submissions.get(submit.counted_as)

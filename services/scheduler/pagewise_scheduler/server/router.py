@@ -44,13 +44,14 @@ class Capacity(NamedTuple):
 
     ``max_model_len``: maximum tokens (prompt and output) of a sequence; 0: no executor has joined yet. It and
     ``vocab_size`` stay known after all executors have left. ``no_grammars``: why no output can be constrained by a
-    grammar; empty: some executor can do it.
+    grammar; empty: some executor can do it. ``snapshots``: prompts begin at snapshots of windows or states alone.
     """
 
     ready_executors: int = 0
     max_model_len: int = 0
     vocab_size: int = 0
     no_grammars: str = ""
+    snapshots: bool = False
 
 
 class Router:
@@ -195,7 +196,8 @@ class Router:
         self._fits_everywhere = min(lengths)
         reasons = [executor.hello.no_grammars for executor in executors]
         no_grammars = reasons[0] if all(reasons) else ""
-        self.capacity = Capacity(len(executors), max(lengths), executors[0].hello.vocab_size, no_grammars)
+        vocab_size, snapshots = executors[0].hello.vocab_size, bool(schedulers[0].kv.windows)
+        self.capacity = Capacity(len(executors), max(lengths), vocab_size, no_grammars, snapshots)
 
     # ---- requests ------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import msgspec
 from pagewise_shared.block_hash import adapter_salt, is_own_salt
 from pagewise_shared.errors import ProtocolError
 from pagewise_shared.protocol import Prompt, PromptSegments, RequestParams, Submit, unpack_int32s
+from pagewise_shared.protocol.limits import MAX_PLACES
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, BeamParams
 from pagewise_shared.segments import Segment, make_segments, mark_segments
 
@@ -83,6 +84,10 @@ _RULES: tuple[tuple[Callable[[Submit, RequestParams], bool], str], ...] = (
         f"more than {_MAX_TOOL_CALL_IDS} tokens that call tools",
     ),
     (
+        lambda submit, params: len(params.reuse.cache_key) <= _MAX_TEXT,
+        f"a prompt_cache_key of more than {_MAX_TEXT} characters",
+    ),
+    (
         lambda submit, params: not submit.traceparent or bool(_TRACEPARENT.fullmatch(submit.traceparent)),
         "an invalid traceparent",
     ),
@@ -133,6 +138,13 @@ def _tokens_of(packed: bytes, vocab_size: int) -> "array[int]":
     if tokens and not (min(tokens) >= 0 and (not vocab_size or max(tokens) < vocab_size)):
         raise ImpossibleError(f"a token outside the vocabulary of {vocab_size}")
     return tokens
+
+
+def _places_of(num_tokens: int, packed: bytes) -> "array[int]":
+    places = _tokens_of(packed, num_tokens + 1)
+    if len(places) > MAX_PLACES:
+        raise ImpossibleError(f"{len(places)} places of a prompt")
+    return places
 
 
 def _segments_of(num_tokens: int, given: PromptSegments) -> tuple[Segment, ...]:
@@ -187,6 +199,7 @@ def requests_of(
         if prompt.segments is not None:
             request.segments = _segments_of(len(request.prompt_token_ids), prompt.segments)
             mark_segments(request.prompt_token_ids, request.segments)
+        request.places = _places_of(len(request.prompt_token_ids), prompt.places)
         _resume(request, prompt, vocab_size)
         requests.append(request)
     return requests

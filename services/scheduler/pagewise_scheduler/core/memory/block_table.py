@@ -42,12 +42,14 @@ class StateTable(WindowTable):
     """The blocks of a sequence in a group of states: the ones behind ``tokens`` tokens, which it keeps, and the one to
     which steps write, which is the last of ``blocks``. There is none of these until its first step is planned.
 
+    ``declared``: numbers of tokens behind which it keeps states if ``StateGroup.most_blocks`` suffice.
     ``entry``: the tokens behind which the sequence begins that joins next; None: some step has written. ``stop``: the
     number of tokens behind which the last block has the states when all planned steps are back; in decoding, the end of
     the block of tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
+    declared: list[int] = field(default_factory=list)
     stop: int = -1
     entry: int | None = None
 
@@ -55,6 +57,7 @@ class StateTable(WindowTable):
         """Take copies of the lists of blocks and tokens of ``other``."""
         assert isinstance(other, StateTable)
         self.blocks, self.tokens, self.entry, self.stop = [*other.blocks], [*other.tokens], None, -1
+        self.declared = []
 
     def clear(self) -> None:
         """Hold nothing any more."""

@@ -220,6 +220,7 @@ class Request:
         queue_number: orders requests that arrived at the same time.
         stored: blocks of its first sequence that were in storage when it was placed, by the storage's identity.
         segments: segments of its prompt; ``prompt_token_ids`` marks them.
+        places: the places of its prompt where other prompts are expected to leave it, as numbers of tokens before them.
         stored_originals: like ``stored``, for the originals of segments, by their tokens (int32 bytes).
         computes_for: the sequence that needs the segment which this request computes. Such a request has no output and
             no client.
@@ -249,6 +250,7 @@ class Request:
     stored: dict[str, int] = field(default_factory=dict)
     first_token_time: float = float("nan")
     segments: tuple[Segment, ...] = ()
+    places: Sequence[int] = ()
     stored_originals: dict[bytes, dict[str, int]] = field(default_factory=dict)
     computes_for: RequestSequence | None = None
     executors: tuple[tuple[float, str], ...] = ()

@@ -236,7 +236,7 @@ class PrefillSet:
             else:  # other sequences use the windows that it would share, but not the windows that it would load
                 plan = RecoveryPlan("device", start=len(prefix.blocks))
         self._plan.copy(kv.take(table, prefix))
-        kv.expect_snapshots(table, prefix, sequence.num_tokens)
+        kv.expect_snapshots(table, prefix, sequence.num_tokens, sequence.request.places)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # ``begin`` pins the blocks to be loaded. It comes before ``grow``, which may demote blocks of the device: these
         # must not evict the blocks to be loaded from their tier.

@@ -13,6 +13,7 @@ from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena, ArenaShape, SharedBlockPool, SharedHostTier
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
+from pagewise_scheduler.core.tiers.declared_places import add_declared
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
@@ -327,13 +328,17 @@ class GroupedKVCacheManager(KVCacheManager):
         windows = zip(self.windows, table.windows, strict=True)
         return sum(group.num_to_write(one) * group.pages_per_block for group, one in windows)
 
-    def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
+    def expect_snapshots(
+        self, table: BlockTable, prefix: CachedPrefix, num_tokens: int, places: Sequence[int] = ()
+    ) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
 
-        They are near its end, and where it leaves the path of others (see ``SnapshotPlaces``).
+        They are near its end, where it leaves the path of others (``SnapshotPlaces``), and at declared ``places``.
         """
         begin = max(prefix.resume, len(prefix.blocks))
         self._places.choose(table, prefix, begin, num_tokens // self.block_size, self.windows)
+        if places:
+            add_declared(table, begin, places, self.windows)
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]

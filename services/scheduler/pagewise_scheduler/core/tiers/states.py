@@ -10,7 +10,8 @@ evicted, loaded, fetched and restored as those of windows are (see ``snapshots``
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from pagewise_scheduler.core.memory.block_table import StateTable, WindowTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
@@ -77,8 +78,9 @@ class StateGroup(WindowGroup):
     ) -> tuple[list[tuple[int, int]], Copies]:
         """Let a table have a block to which the tokens from ``start`` to ``num_tokens`` are written.
 
-        It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. Returns
-        (token, block) for each block to which states are written from a token on, and copies.
+        It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. If it would
+        have more than ``most_blocks``, it gives up the declared ones that save the least. Returns (token, block) for
+        each block to which states are written from a token on, and copies.
         """
         assert isinstance(table, StateTable)
         copies: list[BlockCopy] = []
@@ -87,6 +89,10 @@ class StateGroup(WindowGroup):
         ends_here = start < num_tokens and start % size == 0
         if start not in tokens and table.entry is None and (ends_here or self.num_to_write(table)):
             marks.insert(0, start)
+        if (excess := len(blocks) + len(marks) - self.most_blocks) > 0:  # admission has counted no more
+            saved = {token: token - before for before, token in pairwise([start, *marks]) if token in table.declared}
+            given_up = [token for token in sorted(saved, key=lambda token: saved[token]) if token > start][:excess]
+            marks = [token for token in marks if token not in given_up]
         switched: list[tuple[int, int]] = []
         for token in marks:
             (block,), made = self.reserve(1)

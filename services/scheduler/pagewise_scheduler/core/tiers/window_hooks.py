@@ -60,8 +60,13 @@ class WindowHooks:
         """By how much ``num_available`` falls if a sequence writes into the blocks that it has."""
         return 0
 
-    def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
-        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots."""
+    def expect_snapshots(
+        self, table: BlockTable, prefix: CachedPrefix, num_tokens: int, places: Sequence[int] = ()
+    ) -> None:
+        """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
+
+        ``places``: that its request declares.
+        """
 
     def grow_windows(
         self, table: BlockTable, start: int, num_tokens: int, in_flight_step: int | None, ends: Sequence[int] = ()
