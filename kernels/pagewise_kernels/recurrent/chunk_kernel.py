@@ -54,7 +54,9 @@ def chunk_kernel(
     if alone == 0:
         size: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
         first_value: tl.constexpr = 2 * GROUPS * KEY if IS_DELTA else 0
-        of_head = start + head * KEY * VALUE
+        of_head, value = start + head * KEY * VALUE, first_value + head * VALUE
+        group, inputs = HEADS * VALUE + head // (HEADS // GROUPS) * KEY, projected + tl.load(decay_from + head)
+        own_rate, own_bias = tl.load(rate + head), tl.load(dt_bias + head)
         of_state = in_key[:, None] & in_value[None, :]
         state = tl.zeros((KEY_PADDED, BLOCK), tl.float32)
         if read >= 0:
@@ -67,12 +69,12 @@ def chunk_kernel(
             begin, stop = tl.load(chunks + number * FIELDS), tl.load(chunks + number * FIELDS + 1)
             tokens = begin + rows
             inside = tokens < stop
-            v = rows_of(convolved + first_value + head * VALUE, tokens, inside, values, in_value, size).to(tl.float32)
             if IS_DELTA:
                 width: tl.constexpr = 3 * KEY + 2 * CHUNK
                 row, in_row = prepared + head * width, rows < CHUNK
                 k = rows_of(row, tokens, inside, keys, in_key, HEADS * width).to(COMPUTE)
                 t = rows_of(row + 3 * KEY, tokens, inside, rows, in_row, HEADS * width).to(COMPUTE)
+                v = rows_of(convolved + value, tokens, inside, values, in_value, size).to(tl.float32)
                 before = state.to(COMPUTE)
                 u = v - tl.dot(k, before, input_precision=PRECISION)
                 u = tl.dot(t, u.to(COMPUTE), input_precision=PRECISION).to(COMPUTE)
@@ -83,18 +85,20 @@ def chunk_kernel(
                 rest = rows_of(row + 2 * KEY, tokens, inside, keys, in_key, HEADS * width).to(COMPUTE)
                 left = tl.load(kept + (number * HEADS + head) * KEY + keys, mask=in_key, other=0.0)[:, None]
             else:
-                group = HEADS * VALUE + head // (HEADS // GROUPS) * KEY
-                k = rows_of(convolved + group, tokens, inside, keys, in_key, size).to(COMPUTE)
-                q = rows_of(convolved + group + GROUPS * KEY, tokens, inside, keys, in_key, size).to(COMPUTE)
-                at = projected + tokens.to(tl.int64) * stride + tl.load(decay_from + head)
-                dt = softplus(tl.load(at, mask=inside, other=0.0).to(tl.float32) + tl.load(dt_bias + head))
-                dt = tl.where(inside, tl.minimum(tl.maximum(dt, least), most), 0.0)
-                g, total = tl.cumsum(tl.load(rate + head) * dt, 0), tl.sum(tl.load(rate + head) * dt, 0)
-                u = (dt[:, None] * v).to(COMPUTE)
+                k = rows_of(convolved + group, tokens, inside, keys, in_key, size)
+                q = rows_of(convolved + group + GROUPS * KEY, tokens, inside, keys, in_key, size)
+                v = rows_of(convolved + value, tokens, inside, values, in_value, size).to(tl.float32)
+                a = tl.load(inputs + tokens.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float32)
+                dt = tl.minimum(tl.maximum(softplus(a + own_bias), least), most)
+                decays = tl.where(inside, own_rate * dt, 0.0)
+                g, total = tl.cumsum(decays, 0), tl.sum(decays, 0)
+                since = tl.exp(g)[:, None]
+                k, q = k.to(COMPUTE), q.to(COMPUTE)
+                u = (tl.where(inside, dt, 0.0)[:, None] * v).to(COMPUTE)
                 up_to = rows[:, None] >= rows[None, :]
                 weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                 weights = tl.where(up_to, weights * tl.exp(tl.where(up_to, g[:, None] - g[None, :], 0.0)), 0.0)
-                result = tl.exp(g)[:, None] * tl.dot(q, state.to(COMPUTE), input_precision=PRECISION)
+                result = since * tl.dot(q, state.to(COMPUTE), input_precision=PRECISION)
                 result = tl.dot(weights.to(COMPUTE), u, result, input_precision=PRECISION) + tl.load(skip + head) * v
                 rest = (k.to(tl.float32) * tl.exp(total - g)[:, None]).to(COMPUTE)
                 left = tl.exp(total)

@@ -143,19 +143,19 @@ def prepare_kernel(
             of_queries = decays * tl.dot(q.to(COMPUTE), others, input_precision=PRECISION)
             of_keys = decays * tl.dot(k.to(COMPUTE), others, input_precision=PRECISION)
             of_keys = tl.where(rows[:, None] > rows[None, :], of_keys, 0.0)
-        inverse = _inverse(beta[:, None] * of_keys, rows, CHUNK, PART, EXACT)
         kind = prepared.dtype.element_ty
         to = prepared + ((tokens.to(tl.int64) * HEADS + head) * (3 * KEY + 2 * CHUNK))[:, None]
         mask = inside[:, None] & in_key[None, :]
-        since, rest = tl.exp(g), tl.exp(total - g)
+        since = tl.exp(g)
         tl.store(to + keys[None, :], (k * since).to(kind), mask=mask)
         tl.store(to + KEY + keys[None, :], (q * since).to(kind), mask=mask)
-        tl.store(to + 2 * KEY + keys[None, :], (k * rest).to(kind), mask=mask)
-        to += 3 * KEY + rows[None, :]
-        tl.store(to, (inverse * beta[None, :]).to(kind), mask=inside[:, None])
-        tl.store(to + CHUNK, of_queries.to(kind), mask=inside[:, None])
+        tl.store(to + 2 * KEY + keys[None, :], (k * tl.exp(total - g)).to(kind), mask=mask)
         at = (number * HEADS + head) * KEY + keys[None, :]
         tl.store(kept + at, tl.exp(total) + tl.zeros((1, KEY_PADDED), tl.float32), mask=in_key[None, :])
+        to += 3 * KEY + rows[None, :]
+        tl.store(to + CHUNK, of_queries.to(kind), mask=inside[:, None])
+        inverse = _inverse(beta[:, None] * of_keys, rows, CHUNK, PART, EXACT) * beta[None, :]
+        tl.store(to, inverse.to(kind), mask=inside[:, None])
 
 
 def prepare(

@@ -54,9 +54,9 @@ def step_kernel(
         inputs = projected + token * stride
         decayed = head * KEY + keys if BY_KEY else head  # numbers of decays
         in_decayed = in_key if BY_KEY else True
-        at = inputs + tl.load(decay_from + decayed, mask=in_decayed, other=0)
+        input_at = inputs + tl.load(decay_from + decayed, mask=in_decayed, other=0)
         bias = tl.load(dt_bias + decayed, mask=in_decayed, other=0.0)
-        dt = softplus(tl.load(at, mask=in_decayed, other=0.0).to(tl.float32) + bias)
+        dt = softplus(tl.load(input_at, mask=in_decayed, other=0.0).to(tl.float32) + bias)
         if read < 0:  # a prompt
             dt = tl.minimum(tl.maximum(dt, least), most)
         decay = tl.exp(tl.load(rate + head) * dt)
