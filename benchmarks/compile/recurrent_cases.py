@@ -1,4 +1,4 @@
-"""The cases of recurrent layers: of Qwen3-Next 80B, Nemotron-H 8B and LFM2, for decodes and for steps with chunks."""
+"""The cases of recurrent layers: of Qwen3-Next 80B, Kimi-Linear 48B, Nemotron-H 8B and LFM2, for decodes and for steps with chunks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,16 +35,18 @@ def _states(dtype: torch.dtype, start: int) -> BlockStates:
     return BlockStates(memory, torch.empty(8, _PAGES, dtype=torch.int32, device=_META), start, dtype)
 
 
-def _recur(dtype: torch.dtype, delta: bool, heads: int, groups: int, key: int, value: int, longer: bool) -> None:
+def _recur(
+    dtype: torch.dtype, delta: bool, heads: int, groups: int, key: int, value: int, decays: int, longer: bool
+) -> None:
     inner, channels = heads * value, heads * value + 2 * groups * key
-    row = channels + inner + 2 * heads
+    row = channels + inner + decays + heads
     places = Places(
-        conv=torch.arange(channels), gate=torch.arange(inner), decay=torch.arange(row - heads, row),
+        conv=torch.arange(channels), gate=torch.arange(inner), decay=torch.arange(row - decays, row),
         beta=torch.arange(heads) if delta else None,
     )  # fmt: skip
     weights = Weights(
         conv=_floats(channels, 4), conv_bias=None if delta else _floats(channels), a_log=_floats(heads),
-        dt_bias=_floats(heads), skip=None if delta else _floats(heads), norm=_floats(inner),
+        dt_bias=_floats(decays), skip=None if delta else _floats(heads), norm=_floats(inner),
         norm_size=value if delta else inner // groups, gate_first=not delta,
     )  # fmt: skip
     layer = Recurrence(weights, places, (heads, key, value) if delta else (heads, value, key), 4)
@@ -62,8 +64,7 @@ def recurrent_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the cases by name."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
         for longer, kind in ((False, "decode"), (True, "chunks")):
-            if longer and dtype == torch.float32:  # it spills: see docs/limits.md
-                continue
-            yield f"delta net {kind} {name}", partial(_recur, dtype, True, 32, 16, 128, 128, longer)
-            yield f"mamba-2 {kind} {name}", partial(_recur, dtype, False, 128, 8, 128, 64, longer)
+            yield f"delta net {kind} {name}", partial(_recur, dtype, True, 32, 16, 128, 128, 32, longer)
+            yield f"kda {kind} {name}", partial(_recur, dtype, True, 32, 32, 128, 128, 32 * 128, longer)
+            yield f"mamba-2 {kind} {name}", partial(_recur, dtype, False, 128, 8, 128, 64, 128, longer)
             yield f"short convolution {kind} {name}", partial(_short, dtype, longer)

@@ -17,6 +17,7 @@ from pagewise_kernels.recurrent import (
 )
 
 delta_rule = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next").torch_recurrent_gated_delta_rule
+kimi_rule = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear").recurrent_kimi_delta_attention
 state_update = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h").mamba2_selective_state_update
 
 
@@ -71,20 +72,22 @@ class Problem:
     def __init__(
         self, device: torch.device, dtype: torch.dtype, *, delta: bool, heads: int, groups: int, key: int, value: int,
         kept: int = 4, width: int = 4, page: int = 1024, start: int = 0, norm: int = 0, gate_first: bool = False,
-        bias: bool = False, sequences: list[Sequence] = SEQUENCES,
+        bias: bool = False, by_key: bool = False, sequences: list[Sequence] = SEQUENCES,
     ) -> None:  # fmt: skip
         torch.manual_seed(3)
         channels, inner = 2 * groups * key + heads * value, heads * value
         self.state = (heads, key, value) if delta else (heads, value, key)
         self.sequences, self.kept, self.groups = sequences, kept, groups
-        row = channels + inner + 2 * heads
-        conv, gate, decay, beta = torch.randperm(row, device=device).split([channels, inner, heads, heads])
+        decays = heads * key if by_key else heads
+        row = channels + inner + decays + heads
+        conv, gate, decay, beta = torch.randperm(row, device=device).split([channels, inner, decays, heads])
         self.places = Places(conv=conv, gate=gate, decay=decay, beta=beta if delta else None)
         draw = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
         self.weights = Weights(
             conv=draw(channels, width) / 2, conv_bias=draw(channels) if bias else None, a_log=draw(heads),
-            dt_bias=draw(heads), skip=None if delta else draw(heads), norm=draw(inner) if norm else None,
+            dt_bias=draw(decays), skip=None if delta else draw(heads), norm=draw(inner) if norm else None,
             norm_size=norm or 1, gate_first=gate_first, beta_scale=2.0 if norm else 1.0,
+            gate="sigmoid" if by_key else "silu",
         )  # fmt: skip
         tokens = sum(one.size for one in sequences) + PADDING
         self.projected = draw(tokens, row).to(dtype)
@@ -127,7 +130,8 @@ class Problem:
                 mixed = (window * weights.conv.double()).sum(1)
                 mixed = F.silu(mixed if weights.conv_bias is None else mixed + weights.conv_bias)
                 state, result = self._update(mixed, row, state)
-                outputs.append(self._gated(result, F.silu(row[places.gate])))
+                gate = row[places.gate]
+                outputs.append(self._gated(result, F.silu(gate) if weights.gate == "silu" else gate.sigmoid()))
                 if at in written:
                     conv[written[at]], recurrent[written[at]] = held, state
         padding = torch.zeros(PADDING, outputs[0].numel(), dtype=torch.float64, device=double.device)
@@ -140,9 +144,11 @@ class Problem:
             key, value = self.state[1:]
             q, k, v = mixed.split([groups * key, groups * key, heads * value])
             assert self.places.beta is not None
-            result, state = delta_rule(
-                q.view(1, 1, groups, key), k.view(1, 1, groups, key), v.view(1, 1, heads, value),
-                g=(-weights.a_log.exp() * F.softplus(dt + weights.dt_bias))[None, None],
+            by_head = F.softplus(dt + weights.dt_bias).view(heads, -1)
+            by_head = (-weights.a_log.exp()[:, None] * by_head)[None, None]
+            rule, decay = (delta_rule, by_head[..., 0]) if by_head.shape[3] == 1 else (kimi_rule, by_head)
+            result, state = rule(
+                q.view(1, 1, groups, key), k.view(1, 1, groups, key), v.view(1, 1, heads, value), g=decay,
                 beta=(weights.beta_scale * row[self.places.beta].sigmoid())[None, None],
                 initial_state=state[None], output_final_state=True, use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
@@ -186,6 +192,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "delta": True, "heads": 3, "groups": 3, "key": 10, "value": 7, "kept": 3, "page": 76, "start": 4, "bias": True,
         "norm": 7, "gate_first": True,
     },
+    "kda": {"delta": True, "heads": 2, "groups": 2, "key": 16, "value": 32, "norm": 32, "by_key": True},
+    "kda of odd sizes": {
+        "delta": True, "heads": 2, "groups": 2, "key": 10, "value": 7, "kept": 3, "page": 76, "start": 4, "bias": True,
+        "by_key": True,
+    },
     "mamba": {
         "delta": False, "heads": 2, "groups": 1, "key": 16, "value": 16, "norm": 32, "gate_first": True, "bias": True,
     },
@@ -201,16 +212,16 @@ def test_decodes_and_chunks_together(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["delta", "mamba"])
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba"])
 def test_sixteen_bits(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """States stay in float32; products take keys and values in 16 bits, as the models do."""
     sequences = [SEQUENCES[0], SEQUENCES[1], Sequence(7, {CHUNK + 1: 7})]
     Problem(device, dtype, **SHAPES[name], sequences=sequences).check(0.02 if dtype == torch.float16 else 0.1)
 
 
-@pytest.mark.parametrize("shape", [SHAPES["delta"], SHAPES["mamba"]], ids=["delta", "mamba"])
-def test_decodes_alone(shape: dict[str, Any], device: torch.device) -> None:
-    Problem(device, torch.float32, **shape, sequences=SEQUENCES[:3]).check(1e-4, padded=True)
+@pytest.mark.parametrize("name", ["delta", "kda", "mamba"])
+def test_decodes_alone(name: str, device: torch.device) -> None:
+    Problem(device, torch.float32, **SHAPES[name], sequences=SEQUENCES[:3]).check(1e-4, padded=True)
 
 
 @pytest.mark.parametrize("longer", [False, True])

@@ -18,7 +18,7 @@ _VALUES = 2048
 def gate_kernel(
     results, projected, out, counts, gate_from, weight, stride, num_rows, eps,
     PARTS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
-    GATE_FIRST: tl.constexpr, PDL: tl.constexpr = False,
+    GATE_FIRST: tl.constexpr, IS_SILU: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Programs: ROWS of SIZE values, of which a token has PARTS. Tokens that are padding get zeros."""
     rows, within = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
@@ -30,7 +30,7 @@ def gate_kernel(
     x = tl.load(results + at, mask=real, other=0.0).to(tl.float32)
     places = tl.load(gate_from + columns, mask=real, other=0)
     gate = tl.load(projected + tokens.to(tl.int64)[:, None] * stride + places, mask=real, other=0.0).to(tl.float32)
-    gate = gate / (1.0 + tl.exp(-gate))
+    gate = (gate if IS_SILU else 1.0) / (1.0 + tl.exp(-gate))
     if GATE_FIRST:
         x *= gate
     if HAS_NORM:
@@ -52,6 +52,6 @@ def gate_results(layer: Recurrence, results: torch.Tensor, projected: torch.Tens
         gate_kernel, (triton.cdiv(tokens * parts, rows),), results, projected, out, plan.counts, layer.gate_from,
         layer.rate if layer.norm is None else layer.norm, projected.stride(0), tokens * parts, float(layer.eps),
         PARTS=parts, SIZE=size, PADDED=padded, ROWS=rows, HAS_NORM=layer.norm is not None,
-        GATE_FIRST=layer.gate_first, num_warps=4,
+        GATE_FIRST=layer.gate_first, IS_SILU=layer.gate == "silu", num_warps=4,
     )  # fmt: skip
     return out

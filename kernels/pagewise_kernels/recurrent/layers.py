@@ -38,7 +38,7 @@ class ShortConvolution:
 
 
 class Recurrence:
-    """A gated delta net or Mamba-2 between its projections.
+    """A gated delta net, KDA or Mamba-2 between its projections. ``by_key``: each key has a decay of its own, as in KDA.
 
     ``weights`` and ``places``: as the CPU operations take them, here on the device of ``weights.conv``. ``state``: the
     shape of the recurrent state, of a gated delta net [heads, key, value], of Mamba-2 [heads, value, key]. ``kept``:
@@ -54,19 +54,20 @@ class Recurrence:
         channels = len(weights.conv)
         self.groups, rest = divmod(channels - self.heads * self.value, 2 * self.key)
         inner = self.heads * self.value
-        sizes: list[tuple[torch.Tensor | None, int]] = [(weights.a_log, self.heads), (weights.dt_bias, self.heads)]
-        sizes += [(places.conv, channels)]
-        sizes += [(places.gate, inner), (places.decay, self.heads)]
+        of_keys = self.heads * self.key
+        self.by_key = self.is_delta and places.decay is not None and places.decay.numel() == of_keys > self.heads
+        decays = of_keys if self.by_key else self.heads
+        sizes: list[tuple[torch.Tensor | None, int]] = [(weights.a_log, self.heads), (weights.dt_bias, decays)]
+        sizes += [(places.conv, channels), (places.gate, inner), (places.decay, decays)]
         optional: list[tuple[torch.Tensor | None, int]] = [(weights.conv_bias, channels), (weights.norm, inner)]
-        optional += [(weights.skip, self.heads)]
-        optional += [(places.beta, self.heads)]
+        optional += [(weights.skip, self.heads), (places.beta, self.heads)]
         sizes += [(one, size) for one, size in optional if one is not None]
         _check_convolution(weights.conv, kept)
         if (
             rest or self.groups < 1 or self.heads % self.groups or self.is_delta != (places.beta is not None)
             or inner % weights.norm_size or any(one is None or one.shape != (size,) for one, size in sizes)
-            or self.key > MAX_KEY or self.value > MAX_VALUE or not weights.conv_silu or weights.gate != "silu"
-            or weights.a_log is None or places.decay is None
+            or self.key > MAX_KEY or self.value > MAX_VALUE or not weights.conv_silu
+            or weights.gate == "alone" or weights.a_log is None or places.decay is None
         ):  # fmt: skip
             raise ValueError(f"{weights} and {places} do not fit a state {state} and {kept} inputs of convolutions")
         device = weights.conv.device
@@ -75,7 +76,7 @@ class Recurrence:
         self.rate, self.dt_bias = -weights.a_log.detach().float().exp(), _floats(weights.dt_bias)
         self.skip, self.norm = _floats(weights.skip), _floats(weights.norm)
         self.norm_size, self.eps = weights.norm_size, weights.eps
-        self.gate_first, self.beta_scale = weights.gate_first, weights.beta_scale
+        self.gate, self.gate_first, self.beta_scale = weights.gate, weights.gate_first, weights.beta_scale
         beta = places.decay if places.beta is None else places.beta
         order = places.conv, places.gate, places.decay, beta
         self.conv_from, self.gate_from, self.decay_from, self.beta_from = (

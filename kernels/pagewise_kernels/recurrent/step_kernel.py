@@ -1,7 +1,7 @@
 """One token of each of some sequences: their states are read once, and written once.
 
 In float32: of the gated delta rule (Yang et al., arXiv 2412.06464), with S the state after its decay, delta = beta (v -
-S^T k), S += k delta^T, and the output is S^T q. Of Mamba-2 (Dao and Gu, arXiv 2405.21060) S = decay S + dt x b^T, and
+S^T k), S += k delta^T, and the output is S^T q; in KDA each key has a decay of its own. Of Mamba-2 (Dao and Gu, arXiv 2405.21060) S = decay S + dt x b^T, and
 the output is S c + skip x.
 """
 
@@ -33,7 +33,7 @@ def step_kernel(
     beta_scale, least, most,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, PAGE: tl.constexpr, PAGES: tl.constexpr, FIELDS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
-    IS_DELTA: tl.constexpr, PDL: tl.constexpr = False,
+    IS_DELTA: tl.constexpr, BY_KEY: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Programs: head, BLOCK of its values, chunk. Chunks of other sequences are left alone."""
     head = tl.program_id(0)
@@ -52,44 +52,40 @@ def step_kernel(
         q = tl.load(row + first_query + group * KEY + keys, mask=in_key, other=0.0).to(tl.float32)
         v = tl.load(row + first_value + head * VALUE + values, mask=in_value, other=0.0).to(tl.float32)
         inputs = projected + token * stride
-        dt = softplus(tl.load(inputs + tl.load(decay_from + head)).to(tl.float32) + tl.load(dt_bias + head))
+        decayed = head * KEY + keys if BY_KEY else head  # numbers of decays
+        in_decayed = in_key if BY_KEY else True
+        input_at = inputs + tl.load(decay_from + decayed, mask=in_decayed, other=0)
+        bias = tl.load(dt_bias + decayed, mask=in_decayed, other=0.0)
+        dt = softplus(tl.load(input_at, mask=in_decayed, other=0.0).to(tl.float32) + bias)
         if read < 0:  # a prompt
             dt = tl.minimum(tl.maximum(dt, least), most)
         decay = tl.exp(tl.load(rate + head) * dt)
-        of_head = start + head * KEY * VALUE
         if IS_DELTA:
-            mask = in_key[:, None] & in_value[None, :]
-            old = tl.zeros((KEY_PADDED, BLOCK), tl.float32)
-            if read >= 0:
-                at = matrix_at(
-                    tables + read.to(tl.int64) * PAGES, of_head, keys, in_key, values, in_value, VALUE, PAGE, WHOLE_ROWS
-                )  # fmt: skip
-                old = tl.load(states + at, mask=mask, other=0.0).to(tl.float32)
+            shape: tl.constexpr = (KEY_PADDED, BLOCK)
+            rows, in_row, columns, in_column, width = keys, in_key, values, in_value, VALUE
+        else:
+            shape: tl.constexpr = (BLOCK, KEY_PADDED)
+            rows, in_row, columns, in_column, width = values, in_value, keys, in_key, KEY
+        of_head, mask = start + head * KEY * VALUE, in_row[:, None] & in_column[None, :]
+        state = tl.zeros(shape, tl.float32)
+        if read >= 0:
+            pages = tables + read.to(tl.int64) * PAGES
+            at = matrix_at(pages, of_head, rows, in_row, columns, in_column, width, PAGE, WHOLE_ROWS)
+            state = tl.load(states + at, mask=mask, other=0.0).to(tl.float32)
+        if IS_DELTA:
             beta = beta_scale / (1.0 + tl.exp(-tl.load(inputs + tl.load(beta_from + head)).to(tl.float32)))
             q *= tl.rsqrt(tl.sum(q * q, 0) + TINY) / tl.sqrt(KEY * 1.0)
             k *= tl.rsqrt(tl.sum(k * k, 0) + TINY)
-            old *= decay
-            delta = beta * (v - tl.sum(old * k[:, None], 0))
-            new = old + k[:, None] * delta[None, :]
-            result = tl.sum(new * q[:, None], 0)
-            at = matrix_at(
-                tables + written.to(tl.int64) * PAGES, of_head, keys, in_key, values, in_value, VALUE, PAGE, WHOLE_ROWS
-            )  # fmt: skip
-            tl.store(states + at, new.to(states.dtype.element_ty), mask=mask)
+            state *= decay[:, None] if BY_KEY else decay
+            delta = beta * (v - tl.sum(state * k[:, None], 0))
+            state += k[:, None] * delta[None, :]
+            result = tl.sum(state * q[:, None], 0)
         else:
-            mask = in_value[:, None] & in_key[None, :]
-            old = tl.zeros((BLOCK, KEY_PADDED), tl.float32)
-            if read >= 0:
-                at = matrix_at(
-                    tables + read.to(tl.int64) * PAGES, of_head, values, in_value, keys, in_key, KEY, PAGE, WHOLE_ROWS
-                )  # fmt: skip
-                old = tl.load(states + at, mask=mask, other=0.0).to(tl.float32)
-            new = old * decay + (dt * v)[:, None] * k[None, :]
-            result = tl.sum(new * q[None, :], 1) + tl.load(skip + head) * v
-            at = matrix_at(
-                tables + written.to(tl.int64) * PAGES, of_head, values, in_value, keys, in_key, KEY, PAGE, WHOLE_ROWS
-            )  # fmt: skip
-            tl.store(states + at, new.to(states.dtype.element_ty), mask=mask)
+            state = state * decay + (dt * v)[:, None] * k[None, :]
+            result = tl.sum(state * q[None, :], 1) + tl.load(skip + head) * v
+        pages = tables + written.to(tl.int64) * PAGES
+        at = matrix_at(pages, of_head, rows, in_row, columns, in_column, width, PAGE, WHOLE_ROWS)
+        tl.store(states + at, state.to(states.dtype.element_ty), mask=mask)
         at = out + (token * HEADS + head) * VALUE + values
         tl.store(at, result.to(out.dtype.element_ty), mask=in_value)
 
@@ -110,5 +106,5 @@ def step(
         HEADS=layer.heads, GROUPS=layer.groups, KEY=layer.key, VALUE=layer.value, KEY_PADDED=key, BLOCK=block,
         PAGE=states.page, PAGES=states.pages, FIELDS=FIELDS,
         WHOLE_ROWS=states.has_whole_rows(layer.value if layer.is_delta else layer.key), IS_DELTA=layer.is_delta,
-        num_warps=4,
+        BY_KEY=layer.by_key, num_warps=4,
     )  # fmt: skip

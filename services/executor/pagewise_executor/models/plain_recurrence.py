@@ -13,7 +13,7 @@ States = Mapping[StateKey, torch.Tensor]
 
 
 class PlainRecurrence:
-    """Computes a gated delta net or Mamba-2 between its projections; or a short convolution, whose ``state`` is None.
+    """Computes a gated delta net, KDA or Mamba-2 between its projections; or a short convolution, whose ``state`` is None.
 
     ``state``: the shape of the recurrent state. ``kept``: inputs of each channel in the conv state.
 
@@ -29,9 +29,11 @@ class PlainRecurrence:
             delta = weights.skip is None
             self._heads, self._key, self._value = state if delta else (state[0], state[2], state[1])
             self._groups, rest = divmod(len(weights.conv) - self._heads * self._value, 2 * self._key)
-            fits = weights.gate == "silu" and weights.conv_silu and places.times is None and not rest
+            fits = weights.gate != "alone" and weights.conv_silu and places.times is None and not rest
             fits = fits and self._groups > 0 and self._heads % self._groups == 0 and delta == (places.beta is not None)
-            fits = fits and places.decay is not None and places.decay.numel() == self._heads  # KDA has one for each key
+            # KDA has a decay of each key.
+            decays = (self._heads, self._heads * self._key) if delta else (self._heads,)
+            fits = fits and places.decay is not None and places.decay.numel() in decays
         if not fits:
             raise ValueError(f"{weights} and {places} do not fit a state {state}")
 
@@ -58,7 +60,8 @@ class PlainRecurrence:
         for token in range(tokens):
             dt = F.softplus(rows[:, token, self.places.decay] + weights.dt_bias)
             dt = dt if begun and tokens == 1 else dt.clamp(*weights.dt_limits)
-            decay = torch.exp(-weights.a_log.exp() * dt)[..., None, None]
+            by_key = dt.view(count, self._heads, -1, 1)
+            decay = torch.exp(-weights.a_log.exp()[:, None, None] * by_key)
             if weights.skip is None:
                 state, results[:, token] = self._delta(rows[:, token], mixed[:, token], state * decay)
             else:
@@ -66,7 +69,8 @@ class PlainRecurrence:
                 state = decay * state + (dt[..., None] * x)[..., None] * k[:, :, None]
                 results[:, token] = (state * q[:, :, None]).sum(3) + weights.skip[:, None] * x
         held.copy_(state)
-        return self._gated(results.flatten(2), F.silu(rows[..., self.places.gate]))
+        gate = rows[..., self.places.gate]
+        return self._gated(results.flatten(2), F.silu(gate) if weights.gate == "silu" else gate.sigmoid())
 
     def _delta(self, row: torch.Tensor, mixed: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.places.beta is not None
