@@ -243,11 +243,13 @@ class Cluster:
             return 0
 
     def wait_ready(self, count: int, seconds: float = 240.0) -> float:
-        """Wait for that many executors; returns how long it took, in seconds."""
+        """Wait until that many executors take work and all gateways that are able to answer know of one; returns how
+        long it took, in seconds."""
         began = time.monotonic()
         wait_until(
-            lambda: self.executors_ready() >= count, seconds, f"{count} executors", self.scheduler, self.executors
-        )
+            lambda: self.executors_ready() >= count and all(answers(f"{url}/health") for url in self._able()),
+            seconds, f"{count} executors", self.scheduler, self.executors,
+        )  # fmt: skip
         return time.monotonic() - began
 
     def close(self) -> None:
@@ -258,8 +260,11 @@ class Cluster:
 
     def able(self) -> str:
         """The URL of a gateway that neither has ended nor is stopped."""
-        able = [name for name, process in self.gateways.items() if process.exit_code is None and not process.frozen]
-        return self.urls[able[0]] if able else self.url
+        return next(iter(self._able()), self.url)
+
+    def _able(self) -> list[str]:
+        able = (name for name, process in self.gateways.items() if process.exit_code is None and not process.frozen)
+        return [self.urls[name] for name in able]
 
     def _command(self, module: str, options: list[str]) -> list[str]:
         return [sys.executable, "-m", module, self._model, *options]

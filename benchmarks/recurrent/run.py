@@ -16,6 +16,7 @@ projections.
 """
 
 import argparse
+import gc
 import statistics
 import tempfile
 from pathlib import Path
@@ -155,7 +156,7 @@ def compare(family: str, rounds: int, batches: list[int]) -> list[dict[str, Any]
         path = Path(folder)
         config, more = FAMILIES[family]
         weights = build(path, (config, _DECODER | more))
-        settings, parts = executor_settings(path, "cpu", MOST, 8192), [(PagedRecurrence, "__call__")]
+        settings, parts = executor_settings(path, "cpu", MOST, 6144), [(PagedRecurrence, "__call__")]
         contenders = {
             PAGEWISE: pagewise(settings, MOST, parts, GroupedStepPlan, states=switches_never),
             "pagewise with snapshots": pagewise(settings, MOST, parts, GroupedStepPlan, states=switches_at_blocks),
@@ -206,6 +207,7 @@ def main() -> None:
             prompts = f"{row['prompts_cpu_ms']:>8.1f} CPU-ms, {row['prompts_times_generate']:>5.2f} times generate()"
             print(f"{'prompts':>42} {prompts}", flush=True)
             rows.append(row)
+        gc.collect()  # the models and pools of the family
         if args.json:
             write_record(args.json, {"rows": rows}, threads=torch.get_num_threads())
 
