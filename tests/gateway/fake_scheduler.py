@@ -101,11 +101,11 @@ class FakeScheduler:
         fail_after, fail_kind: tokens after which a prompt fails.
         step_seconds: time between two rounds. tokens_per_round: of each stream.
         silent: nothing is answered, and nothing generated. paused: nothing is generated. mute: requests without prompts
-            get no leave to run.
+            are not told that they may run.
         heartbeat_ms: as in the welcome. no_grammars, problems: of the fleet.
-        submits, hellos, aborts, stops, goodbyes: the received messages. snapshots: the last metrics by gateway.
-        reports: the answers to queries, by kind and argument. queries: the received queries.
-        views: the content for consoles, by part. endable: ids of requests that an operator can end.
+        submits: what was submitted. hellos, aborts, stops, goodbyes: what came. snapshots: the last metrics by gateway.
+        reports: what queries are answered, by kind and argument. queries: what was asked for.
+        views: what consoles are told, by part. endable: ids of requests that an operator can end.
         keys: public and secret key, if connections are encrypted.
         replies: tokens of the outputs of the next requests, one after the other, in the place of their prompts'.
     """
