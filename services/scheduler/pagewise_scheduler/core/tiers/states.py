@@ -10,7 +10,7 @@ evicted, loaded, fetched and restored as those of windows are (see ``snapshots``
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from pagewise_scheduler.core.memory.block_table import StateTable, WindowTable
