@@ -75,7 +75,7 @@ PARTS: dict[int, tuple[Step, ...]] = {
     5: (
         _kernels("shared", 45),
         _kernels("sweep", 45),
-        _kernels("recurrent", 35),
+        _kernels("recurrent", 45),
         _kernels("inputs", 30),
         _kernels("elementwise", 30),
         _kernels("sampling", 30),

@@ -9,14 +9,13 @@ from pagewise_kernels.recurrent import CHUNK, BlockStates, ChunkPlan, Recurrence
 
 from benchmarks.kernels.bench import Bench
 
-SHAPES = {"gated delta net": (32, 128, 128, 0), "Mamba-2": (128, 128, 64, 1)}
-"""Heads, key and value of Qwen3-Next 80B and Nemotron-H 8B, and the place of the form among the typical ones."""
+SHAPES = {"gated delta net": (32, 128, 128), "KDA": (32, 128, 128), "Mamba-2": (128, 128, 64)}
+"""Heads, key and value of Qwen3-Next 80B, Kimi-Linear 48B and Nemotron-H 8B."""
 
 
 def recurrent(bench: Bench) -> None:
-    for kind, (heads, key, value, place) in SHAPES.items():
-        sizes = (2, 16, 16) if bench.smoke else (heads, key, value)
-        layer = kernels_of(typical_forms(*sizes)[place], bench.device)
+    for kind, sizes in SHAPES.items():
+        layer = kernels_of(typical_forms(*((2, 16, 16) if bench.smoke else sizes))[kind], bench.device)
         assert isinstance(layer, Recurrence)
         state = layer.heads * layer.key * layer.value
         for count in (2,) if bench.smoke else (1, 16, 256):

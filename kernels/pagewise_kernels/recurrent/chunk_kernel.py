@@ -125,7 +125,7 @@ def compute_chunks(
         chunk_kernel, (layer.heads, triton.cdiv(layer.value, block), len(plan.firsts) - 1),
         convolved, projected, *prepared, out, states.values, states.tables, plan.firsts, plan.chunks, layer.decay_from,
         layer.rate, layer.dt_bias, layer.rate if layer.skip is None else layer.skip, projected.stride(0), states.start,
-        *map(float, layer.limits), **chunk_options(layer, convolved.dtype), BLOCK=block, PAGE=states.page,
-        PAGES=states.pages, WHOLE_ROWS=states.has_whole_rows(layer.value if layer.is_delta else layer.key),
+        *map(float, layer.limits), **chunk_options(layer, convolved.dtype), BLOCK=block,
+        KEY_PADDED=max(16, power_of_two(layer.key)), PAGE=states.page, PAGES=states.pages, WHOLE_ROWS=states.has_whole_rows(layer.value if layer.is_delta else layer.key),
         IS_DELTA=layer.is_delta, num_warps=4 if layer.is_delta else 8, num_stages=1,
     )  # fmt: skip

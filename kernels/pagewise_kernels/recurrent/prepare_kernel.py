@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
-from pagewise_kernels.launch import called_by_kernels, launch
+from pagewise_kernels.launch import launch
 from pagewise_kernels.products import compute_options
 from pagewise_kernels.recurrent.layers import Recurrence
 from pagewise_kernels.recurrent.paged_states import CHUNK, FIELDS, ChunkPlan
@@ -27,8 +27,8 @@ from pagewise_kernels.shapes import power_of_two
 
 _PART = 16
 """Rows of the triangles on the diagonal, which are inverted row by row."""
-_LEVELS = tl.constexpr(CHUNK.bit_length() - 1)
-"""Sizes of halves of tokens."""
+_KEYS = 32
+"""Of a tile, which is in registers."""
 
 
 @triton.jit
@@ -38,44 +38,24 @@ def rows_of(base, tokens, inside, columns, in_columns, SIZE: tl.constexpr):
     return tl.load(at, mask=inside[:, None] & in_columns[None, :], other=0.0)
 
 
-@called_by_kernels
-def _of_length_one(x):
-    """Rows in float32, each over its length."""
-    x = x.to(tl.float32)
-    return x * tl.rsqrt(tl.sum(x * x, 1) + TINY)[:, None]
-
-
 @triton.jit
-def _products_of_halves(
-    k, q, g, rows,
-    HALF: tl.constexpr, CHUNK: tl.constexpr, KEY_PADDED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Products of keys, and of queries, with decayed keys, of second and first halves of 2 · HALF tokens."""
-    halves = tl.reshape(g, (CHUNK // (2 * HALF), 2 * HALF, KEY_PADDED))
-    is_between = tl.arange(0, 2 * HALF) == HALF - 1
-    between = tl.sum(tl.where(is_between[None, :, None], halves, 0.0), 1)
-    decays = tl.exp(-tl.abs(tl.reshape(halves - between[:, None, :], (CHUNK, KEY_PADDED))))
-    keys = (k * decays).to(COMPUTE)
-    meet = (rows[:, None] > rows[None, :]) & ((rows[:, None] // HALF ^ rows[None, :] // HALF) == 1)
-    of_keys = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-    of_queries = tl.dot((q * decays).to(COMPUTE), tl.trans(keys), input_precision=PRECISION)
-    return tl.where(meet, of_keys, 0.0), tl.where(meet, of_queries, 0.0)
-
-
-@called_by_kernels
 def _products_by_key(
-    k, q, g, rows, CHUNK: tl.constexpr, KEY_PADDED: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr
+    k, q, g, rows, CHUNK: tl.constexpr, KEYS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Products of keys with keys before them, and of queries with keys up to them, which have decayed by ``g``
     [tokens, keys]."""
     of_keys = tl.zeros((CHUNK, CHUNK), tl.float32)
     of_queries = tl.where(rows[:, None] == rows[None, :], tl.sum(q * k, 1)[:, None], 0.0)
-    for level in tl.static_range(_LEVELS):
-        some_keys, some_queries = _products_of_halves(
-            k, q, g, rows, 1 << level, CHUNK, KEY_PADDED, COMPUTE, PRECISION
-        )  # fmt: skip
-        of_keys += some_keys
-        of_queries += some_queries
+    half = 1
+    while half < CHUNK:
+        between = (rows // (2 * half) * (2 * half) + half - 1)[:, None] + tl.zeros((1, KEYS), tl.int32)
+        decays = tl.exp(-tl.abs(g - tl.gather(g, between, 0)))
+        keys = (k * decays).to(COMPUTE)
+        meet = (rows[:, None] > rows[None, :]) & ((rows[:, None] // half ^ rows[None, :] // half) == 1)
+        of_keys = tl.where(meet, tl.dot(keys, tl.trans(keys), input_precision=PRECISION), of_keys)
+        products = tl.dot((q * decays).to(COMPUTE), tl.trans(keys), input_precision=PRECISION)
+        of_queries = tl.where(meet, products, of_queries)
+        half *= 2
     return of_keys, of_queries
 
 
@@ -105,14 +85,13 @@ def _inverse(lower, rows, CHUNK: tl.constexpr, PART: tl.constexpr, EXACT: tl.con
 @triton.jit
 def prepare_kernel(
     convolved, projected, prepared, kept, chunks, decay_from, beta_from, rate, dt_bias, stride, beta_scale,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEY_PADDED: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
     CHUNK: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr, BY_KEY: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Programs: head, chunk. ``prepared`` and ``kept``: see ``prepare``."""
+    """Programs: head, chunk. ``KEYS``: of a tile. ``prepared`` and ``kept``: see ``prepare``."""
     head, number = tl.program_id(0), tl.program_id(1)
-    keys, rows = tl.arange(0, KEY_PADDED), tl.arange(0, CHUNK)
-    in_key = keys < KEY
+    rows = tl.arange(0, CHUNK)
     wait_for_predecessor(PDL)
     first, stop = tl.load(chunks + number * FIELDS), tl.load(chunks + number * FIELDS + 1)
     if (first < stop) & (tl.load(chunks + number * FIELDS + 5) == 0):
@@ -120,42 +99,58 @@ def prepare_kernel(
         inside = tokens < stop
         size: tl.constexpr = HEADS * VALUE + 2 * GROUPS * KEY
         base = convolved + head // (HEADS // GROUPS) * KEY
-        q = _of_length_one(rows_of(base, tokens, inside, keys, in_key, size)) / tl.sqrt(KEY * 1.0)
-        k = _of_length_one(rows_of(base + GROUPS * KEY, tokens, inside, keys, in_key, size))
+        q_scale, k_scale = tl.full((CHUNK,), TINY, tl.float32), tl.full((CHUNK,), TINY, tl.float32)
+        for start in range(0, KEY, KEYS):
+            keys = start + tl.arange(0, KEYS)
+            q = rows_of(base, tokens, inside, keys, keys < KEY, size).to(tl.float32)
+            k = rows_of(base + GROUPS * KEY, tokens, inside, keys, keys < KEY, size).to(tl.float32)
+            q_scale += tl.sum(q * q, 1)
+            k_scale += tl.sum(k * k, 1)
+        q_scale, k_scale = tl.rsqrt(q_scale) / tl.sqrt(KEY * 1.0), tl.rsqrt(k_scale)
         inputs = projected + tokens.to(tl.int64) * stride
         b = tl.load(inputs + tl.load(beta_from + head), mask=inside, other=0.0).to(tl.float32)
         beta = tl.where(inside, beta_scale / (1.0 + tl.exp(-b)), 0.0)
-        if BY_KEY:
-            own = head * KEY + keys
-            at = inputs[:, None] + tl.load(decay_from + own, mask=in_key, other=0)[None, :]
-            a = tl.load(at, mask=inside[:, None] & in_key[None, :], other=0.0).to(tl.float32)
-            dt = softplus(a + tl.load(dt_bias + own, mask=in_key, other=0.0)[None, :])
-            log_decay = tl.where(inside[:, None], tl.load(rate + head) * dt, 0.0)
-            g, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)[None, :]
-            of_keys, of_queries = _products_by_key(k, q, g, rows, CHUNK, KEY_PADDED, COMPUTE, PRECISION)
-        else:
+        own_rate = tl.load(rate + head)
+        if not BY_KEY:
             a = tl.load(inputs + tl.load(decay_from + head), mask=inside, other=0.0).to(tl.float32)
-            log_decay = tl.where(inside, tl.load(rate + head) * softplus(a + tl.load(dt_bias + head)), 0.0)
-            sums, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
-            g, others = sums[:, None], tl.trans(k.to(COMPUTE))
-            up_to = rows[:, None] >= rows[None, :]
-            decays = tl.where(up_to, tl.exp(tl.where(up_to, g - sums[None, :], 0.0)), 0.0)
-            of_queries = decays * tl.dot(q.to(COMPUTE), others, input_precision=PRECISION)
-            of_keys = decays * tl.dot(k.to(COMPUTE), others, input_precision=PRECISION)
-            of_keys = tl.where(rows[:, None] > rows[None, :], of_keys, 0.0)
-        kind = prepared.dtype.element_ty
+            log_decay = tl.where(inside, own_rate * softplus(a + tl.load(dt_bias + head)), 0.0)
+            g, total = tl.cumsum(log_decay, 0)[:, None], tl.sum(log_decay, 0)
+        of_keys, of_queries = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
         to = prepared + ((tokens.to(tl.int64) * HEADS + head) * (3 * KEY + 2 * CHUNK))[:, None]
-        mask = inside[:, None] & in_key[None, :]
-        since = tl.exp(g)
-        tl.store(to + keys[None, :], (k * since).to(kind), mask=mask)
-        tl.store(to + KEY + keys[None, :], (q * since).to(kind), mask=mask)
-        tl.store(to + 2 * KEY + keys[None, :], (k * tl.exp(total - g)).to(kind), mask=mask)
-        at = (number * HEADS + head) * KEY + keys[None, :]
-        tl.store(kept + at, tl.exp(total) + tl.zeros((1, KEY_PADDED), tl.float32), mask=in_key[None, :])
+        for start in range(0, KEY, KEYS):
+            keys = start + tl.arange(0, KEYS)
+            in_key, own = keys < KEY, head * KEY + keys
+            mask = inside[:, None] & in_key[None, :]
+            q = rows_of(base, tokens, inside, keys, in_key, size).to(tl.float32) * q_scale[:, None]
+            k = rows_of(base + GROUPS * KEY, tokens, inside, keys, in_key, size).to(tl.float32) * k_scale[:, None]
+            if BY_KEY:
+                at = inputs[:, None] + tl.load(decay_from + own, mask=in_key, other=0)[None, :]
+                a = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+                dt = softplus(a + tl.load(dt_bias + own, mask=in_key, other=0.0)[None, :])
+                log_decay = tl.where(inside[:, None], own_rate * dt, 0.0)
+                g, total = tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)[None, :]
+                some_keys, some_queries = _products_by_key(k, q, g, rows, CHUNK, KEYS, COMPUTE, PRECISION)
+                of_keys += some_keys
+                of_queries += some_queries
+            else:
+                others = tl.trans(k.to(COMPUTE))
+                of_keys = tl.dot(k.to(COMPUTE), others, of_keys, input_precision=PRECISION)
+                of_queries = tl.dot(q.to(COMPUTE), others, of_queries, input_precision=PRECISION)
+            since = tl.exp(g)
+            tl.store(to + keys[None, :], (k * since).to(prepared.dtype.element_ty), mask=mask)
+            tl.store(to + KEY + keys[None, :], (q * since).to(prepared.dtype.element_ty), mask=mask)
+            tl.store(to + 2 * KEY + keys[None, :], (k * tl.exp(total - g)).to(prepared.dtype.element_ty), mask=mask)
+            kept_at = kept + number * (HEADS * KEY) + own[None, :]
+            tl.store(kept_at, tl.exp(total) + tl.zeros((1, KEYS), tl.float32), mask=in_key[None, :])
+        if not BY_KEY:
+            up_to = rows[:, None] >= rows[None, :]
+            decays = tl.where(up_to, tl.exp(tl.where(up_to, g - tl.trans(g), 0.0)), 0.0)
+            of_keys = tl.where(rows[:, None] > rows[None, :], of_keys * decays, 0.0)
+            of_queries *= decays
         to += 3 * KEY + rows[None, :]
-        tl.store(to + CHUNK, of_queries.to(kind), mask=inside[:, None])
+        tl.store(to + CHUNK, of_queries.to(prepared.dtype.element_ty), mask=inside[:, None])
         inverse = _inverse(beta[:, None] * of_keys, rows, CHUNK, PART, EXACT) * beta[None, :]
-        tl.store(to, inverse.to(kind), mask=inside[:, None])
+        tl.store(to, inverse.to(prepared.dtype.element_ty), mask=inside[:, None])
 
 
 def prepare(
@@ -172,7 +167,8 @@ def prepare(
     launch(
         prepare_kernel, (layer.heads, len(plan.chunks)), convolved, projected, prepared, kept, plan.chunks,
         layer.decay_from, layer.beta_from, layer.rate, layer.dt_bias, projected.stride(0), float(layer.beta_scale),
-        **chunk_options(layer, convolved.dtype), BY_KEY=layer.by_key, PART=_PART, EXACT="tf32x3", num_warps=8,
+        **chunk_options(layer, convolved.dtype), KEYS=min(_KEYS, max(16, power_of_two(layer.key))), BY_KEY=layer.by_key,
+        PART=_PART, EXACT="tf32x3", num_warps=8 if layer.by_key else 4, num_stages=1,
     )  # fmt: skip
     return prepared, kept
 
@@ -181,6 +177,6 @@ def chunk_options(layer: Recurrence, dtype: torch.dtype) -> dict[str, object]:
     """Return constants of the kernels of chunks: the shape of a layer, and how they multiply inputs of ``dtype``."""
     return {
         "HEADS": layer.heads, "GROUPS": layer.groups, "KEY": layer.key, "VALUE": layer.value,
-        "KEY_PADDED": max(16, power_of_two(layer.key)), "CHUNK": CHUNK, "FIELDS": FIELDS, **compute_options(dtype),
+        "CHUNK": CHUNK, "FIELDS": FIELDS, **compute_options(dtype),
         "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
     }  # fmt: skip

@@ -21,26 +21,29 @@ def forms_of(loaded: LoadedModel) -> tuple[PlainRecurrence, ...]:
     return tuple(form.step for form in found.values() if form is not None)
 
 
-def typical_forms(heads: int, key: int, value: int) -> tuple[PlainRecurrence, ...]:
-    """Return a gated delta net, Mamba-2, and a short convolution, with random weights."""
+def typical_forms(heads: int, key: int, value: int) -> dict[str, PlainRecurrence]:
+    """Return a gated delta net, KDA, Mamba-2, and a short convolution, with random weights, by their names."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    found = []
-    for is_delta in (True, False):
-        channels, inner = 2 * key + heads * value, heads * value
-        places = torch.split(torch.arange(channels + inner + 2 * heads), [channels, inner, heads, heads])
+    found = {}
+    for name, groups, decays in (("gated delta net", 1, heads), ("KDA", heads, heads * key), ("Mamba-2", 1, heads)):
+        is_delta, channels, inner = name != "Mamba-2", 2 * groups * key + heads * value, heads * value
+        sizes = [channels, inner, decays, heads]
+        places = torch.split(torch.arange(sum(sizes)), sizes)
         weights = Weights(
             conv=draw(channels, 4) / 2, conv_bias=None if is_delta else draw(channels), a_log=draw(heads),
-            dt_bias=draw(heads), skip=None if is_delta else draw(heads), norm=draw(inner),
-            norm_size=value if is_delta else inner, gate_first=not is_delta,
+            dt_bias=draw(decays), skip=None if is_delta else draw(heads), norm=draw(inner),
+            norm_size=value if is_delta else inner, gate="sigmoid" if name == "KDA" else "silu",
+            gate_first=not is_delta,
         )  # fmt: skip
         of_rows = Places(conv=places[0], gate=places[1], decay=places[2], beta=places[3] if is_delta else None)
         state = (heads, key, value) if is_delta else (heads, value, key)
-        found.append(PlainRecurrence(weights, of_rows, state, 4))
+        found[name] = PlainRecurrence(weights, of_rows, state, 4)
     thirds = torch.arange(3 * value).view(3, value)
     short = Weights(conv=draw(value, 3), conv_bias=None, conv_silu=False, gate="alone")
-    found.append(PlainRecurrence(short, Places(conv=thirds[0], times=thirds[1], gate=thirds[2]), None, 3))
-    return tuple(found)
+    of_thirds = Places(conv=thirds[0], times=thirds[1], gate=thirds[2])
+    found["short convolution"] = PlainRecurrence(short, of_thirds, None, 3)
+    return found
