@@ -54,36 +54,29 @@ def test_chats_with_one_system_prompt(server: Served) -> None:
     begins = up_to("_system\n", system.strip(), "__user\n")
     assert hits[:3] == [0, begins, begins]
     assert hits[3] > begins
-    assert said[3] == said[1], "the states with which it began were right"
+    fresh = post(server, "/v1/chat/completions", messages=messages, cache_salt="another cache")
+    assert fresh["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert said[1] == said[3] == fresh["choices"][0]["message"]["content"], "they began with the right states"
 
 
 def test_breakpoints_of_messages(server: Served) -> None:
     """The system prompt has a part that changes behind the first breakpoint, and a document in the first message."""
     rules, document = "Messages. " + RULES * 4, "A bicycle has two wheels and a frame. " * 6
-    hits = []
-    for day, question in (("Monday", QUESTIONS[0]), ("Sunday", QUESTIONS[0]), ("Sunday", QUESTIONS[1])):
+    hits, said = [], []
+    turns = [("Monday", 0, "a"), ("Sunday", 0, "a"), ("Sunday", 1, "a"), ("Sunday", 1, "b")]
+    for day, number, salt in turns:
         cached = {"cache_control": {"type": "ephemeral"}}
         system = [{"type": "text", "text": rules} | cached, {"type": "text", "text": f"It is {day}. " * 8}]
-        parts = [{"type": "text", "text": document} | cached, {"type": "text", "text": question}]
-        usage = post(server, "/v1/messages", system=system, messages=[{"role": "user", "content": parts}])["usage"]
+        parts = [{"type": "text", "text": document} | cached, {"type": "text", "text": QUESTIONS[number]}]
+        asked = [{"role": "user", "content": parts}]
+        answer = post(server, "/v1/messages", system=system, messages=asked, cache_salt=salt)
+        usage = answer["usage"]
+        said.append(answer["content"])
         hits.append(usage["cache_read_input_tokens"])
         assert usage["cache_creation_input_tokens"] == 0
         assert usage["input_tokens"] > 100
     changing = "It is Sunday. " * 8
     assert hits[:2] == [0, up_to("_system\n", rules)]
     assert hits[2] == up_to("_system\n", rules, "\n", changing.strip(), "__user\n", document)
-
-
-def test_prompts_of_one_key_after_their_blocks_were_lost(server: Served) -> None:
-    """What prompts of a key have in common is known, though nothing of them is cached any more."""
-    shared = "Key. " + RULES * 5
-
-    def complete(question: str) -> int:
-        answer = post(server, "/v1/completions", prompt=shared + question, prompt_cache_key="shop")
-        cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return cached
-
-    assert [complete(question) for question in QUESTIONS[:2]] == [0, 0], "the second one shows where they part"
-    for number in range(20):  # others take the room
-        post(server, "/v1/completions", prompt=f"{number} " * 300)
-    assert [complete(question) for question in (QUESTIONS[2], QUESTIONS[0])] == [0, up_to(shared)]
+    assert hits[3] == 0
+    assert said[3] == said[2], "it began with the right states"

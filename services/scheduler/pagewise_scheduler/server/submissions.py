@@ -141,9 +141,12 @@ def _tokens_of(packed: bytes, vocab_size: int) -> "array[int]":
 
 
 def _places_of(num_tokens: int, packed: bytes) -> "array[int]":
-    places = _tokens_of(packed, num_tokens + 1)
-    if len(places) > MAX_PLACES:
-        raise ImpossibleError(f"{len(places)} places of a prompt")
+    try:
+        places = unpack_int32s(packed)
+    except ProtocolError as error:
+        raise ImpossibleError(f"{len(packed)} bytes of places") from error
+    if len(places) > MAX_PLACES or not all(0 <= place <= num_tokens for place in places):
+        raise ImpossibleError(f"{len(places)} places, or some outside the prompt")
     return places
 
 
