@@ -157,7 +157,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "depthwise_separable_out_channel": 32,
         "nemo_conv_channels": 32,
     },
-    "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Further settings of a family, by model_type, where the sizes above are inconsistent, or others are large."""

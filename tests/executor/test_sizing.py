@@ -179,8 +179,10 @@ def test_kv_and_states_are_printed_where_nothing_fits(tmp_path: Path, capsys: py
     directory(tmp_path / "8B", SHAPES["8B"])
     assert main([str(tmp_path / "8B"), "--gpu-memory", "12GiB"]) == 1
     printed = capsys.readouterr().out
-    assert "nothing is left for KV" in printed
+    assert "nothing is left for KV: take more GPUs (--tensor-parallel), or larger ones\n" in printed
     assert "each token of KV takes 128KiB" in printed
+    assert main([str(tmp_path / "8B"), "--gpu-memory", "14GiB"]) == 1
+    assert "or larger ones, or --quantization fp8\n" in capsys.readouterr().out
     need_states()
     (tmp_path / "hybrid").mkdir()
     (tmp_path / "hybrid/config.json").write_text(json.dumps({"model_type": "qwen3_next", "dtype": "bfloat16"}))

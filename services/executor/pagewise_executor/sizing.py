@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from pagewise_kernels.kv_layer import FP8
 from pagewise_shared.config import ExecutorConfig, build_config, parse_size
@@ -136,8 +137,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     pages, in_flight = max(0, pool) // memory.page_bytes, limits.tokens_in_flight
     tokens = memory.longest_sequence(pages, in_flight)
     longest = min(longest, tokens or longest) if config.max_model_len == "auto" else longest
-    lengths = sorted({min(SHORT, longest), longest})
-    sequences = tuple(_sequence(memory, pages, length, in_flight) for length in lengths)
+    sequences = tuple(_sequence(memory, pages, one, in_flight) for one in sorted({min(SHORT, longest), longest}))
     return Sizing(
         allowed=allowed,
         weights=weights,
@@ -200,14 +200,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = build_config(ExecutorConfig, options, {})
         path = Path(given.model) if (Path(given.model) / "config.json").is_file() else None
         path = path or resolve_model(given.model, tokenizer_only=True)
-        found = sizing(config, path, parse_size(memory))
+        found = sizing(config, path, size := parse_size(memory))
+        more = "more GPUs (--tensor-parallel), or larger ones"
+        if not found.pool_tokens and config.quantization == "none":
+            smaller = sizing(msgspec.structs.replace(config, quantization="fp8"), path, size)
+            more += ", or --quantization fp8" * (smaller.pool_tokens > 0)
     except PagewiseError as error:
         print(f"pagewise size: {error}", file=sys.stderr)
         return 1
     if as_json:
         print(json.dumps(asdict(found)))
     else:
-        _print_table(found, config.tensor_parallel)
+        _print_table(found, config.tensor_parallel, more)
     return 0 if found.pool_tokens else 1
 
 
@@ -229,7 +233,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _print_table(found: Sizing, ranks: int) -> None:
+def _print_table(found: Sizing, ranks: int, more: str) -> None:
+    """Print the sizes. ``more``: what to take if nothing is left for KV."""
     print(f"on {'the GPU' if ranks == 1 else f'each of {ranks} GPUs'}:")
     for name in ("allowed", "weights", "context", "steps", "graphs"):
         print(f"  {name:<10}{getattr(found, name) / 2**30:>8.2f} GiB")
@@ -238,7 +243,7 @@ def _print_table(found: Sizing, ranks: int) -> None:
         tokens = f"a sequence of up to {found.pool_tokens:,} tokens" if several else f"{found.pool_tokens:,} tokens"
         print(f"  {'KV pool':<10}{found.pool / 2**30:>8.2f} GiB: {tokens}")
     else:
-        print("  nothing is left for KV: take more GPUs (--tensor-parallel), --quantization fp8, or larger ones")
+        print(f"  nothing is left for KV: take {more}")
     for group in found.groups:
         seen = f"the last {group.window:,} tokens" if group.window else "all tokens"
         where = f" in {group.layers} layers that see {seen}" if several else ""

@@ -95,7 +95,7 @@ def test_errors_of_a_models_own_code_are_told_with_their_type(
     error = refused("mixtral", {"hidden_act": "nope"}, tmp_path / "activation", capsys)
     assert "(model_type mixtral) cannot be built with paged attention: KeyError: 'nope'" in error
     need_states()
-    error = refused("zamba2", {}, tmp_path / "zamba2", capsys)
+    error = refused("zamba2", {"hybrid_layer_ids": [0, 2]}, tmp_path / "zamba2", capsys)
     assert "(model_type zamba2) cannot be tried without its weights: KeyError: 1" in error
 
 

@@ -110,7 +110,7 @@ def test_weights_are_the_same_whoever_reads_them(
 def test_the_parts_of_every_family_are_its_layers_and_what_is_beside_them(tmp_path: Path) -> None:
     for family in ("gpt2", "opt", "qwen3_moe"):
         model = build_model(family, tmp_path / family)
-        parts = list(preparation._parts(model))
+        parts = list(preparation.parts_of(model))
         within = [name for part in parts for name, _ in model.get_submodule(part).named_parameters(prefix=part)]
         tied = {"lm_head.weight"}
         assert sorted(set(within) - tied) == sorted({name for name, _ in model.named_parameters()} - tied)

@@ -121,13 +121,12 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     check_supported(config.model, model_config, text)
     check_latents(config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
-    tried = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
-    recurrent = tried.recurrent
+    skeleton, recurrent = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised is not None)
     _log_device(config, device, dtype, len(files))
-    check_weights(config, tried.model, headers, device, dtype, ranks.size, stored=quantised is not None)
+    check_weights(config, skeleton, headers, device, dtype, ranks.size, stored=quantised is not None)
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
     with _errors_of_loading(config, device):
         stored = checkpoint or family_checkpoint(

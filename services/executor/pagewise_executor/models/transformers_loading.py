@@ -66,8 +66,8 @@ def transformers_config(config: ExecutorConfig, path: Path) -> "PretrainedConfig
     except ModelError:
         raise
     except Exception as error:  # configurations check their own values, and raise plain exceptions of many kinds
-        kept = isinstance(error, StrictDataclassError) and error.__cause__ is not None
-        why = first_line(error.__cause__) if kept else named(error)
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+        why = named(error) if cause is None else first_line(cause)
         raise ModelError(f"{config.model}: config.json is unusable: {why}") from error
     text: Any = found.get_text_config(decoder=True)
     if isinstance(text, dict):
