@@ -19,7 +19,7 @@ MAX_FRAME_TO_SCHEDULER = 64 * 1024 * 1024
 """Bytes of a frame from an executor or a gateway to the scheduler."""
 MAX_FRAME_FROM_SCHEDULER = 256 * 1024 * 1024
 """Bytes of a frame from the scheduler to an executor or a gateway."""
-MAX_SUBMIT_BYTES = 48 * 1024 * 1024
+MAX_SUBMIT_BYTES = 44 * 1024 * 1024
 """Bytes of a request of a gateway, which refuses a larger one."""
 MAX_STEP_RESULT_BYTES = 24 * 1024 * 1024
 """Bytes of the result of a step; instead of a larger result an executor reports a failed step."""
