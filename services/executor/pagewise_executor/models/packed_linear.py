@@ -162,8 +162,8 @@ def is_conv1d(module: nn.Module) -> bool:
 def goes_to_eight_bits(module: nn.Module) -> bool:
     """Return whether ``--quantization`` brings the weight of a module into eight bits.
 
-    Those of linear layers go, and not the experts of mixtures, which are no linear layers. A layer with one output
-    stays as it is: it takes little memory, and gates whole layers, such as the shared expert of Qwen2-MoE.
+    Those of linear layers go, and not the experts of mixtures, which are no linear layers. A layer with one output or
+    one input stays as it is: it takes little memory, and gates whole layers, such as the shared expert of Qwen2-MoE.
     """
     if type(module) is not nn.Linear and not is_conv1d(module):
         return False

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 _MOST_KNOWN = 4096
 """Beginnings of conversations of which the number of tokens is known."""
+_TAIL = 512
+"""Characters at the end of a conversation, which are tokenized alone to count the tokens before them."""
 _MOST_CHANGED = 64
 """Characters before a mark that a template may write in another way in the whole conversation, such as blanks that it
 strips from the end of a message."""
@@ -41,19 +43,24 @@ class PlaceFinder:
         """Return the token ids of a conversation, whose rendered text is ``text``, and its places.
 
         A place is the number of tokens before it. This blocks as ``Tokenizer.encode`` does. Counting tokens makes it
-        slower, so the numbers of tokens before places that have been seen are kept.
+        slower, so the numbers of tokens before places that have been seen are kept, and places near the end are counted
+        from there. So a conversation is counted through once, and not in each of its turns.
         """
-        ends = sorted(self._ends(body, text))
-        special = bool(body.add_special_tokens)
-        keys = [(end, hash((text[:end], special))) for end in ends]
-        known = [self._known.get(key) for key in keys]
-        if None not in known:
-            return self._tokenizer.encode(text, special), [count for count in known if count is not None]
-        tokens, counts = self._tokenizer.encode_and_count(text, ends, special)
-        if len(self._known) > _MOST_KNOWN:
-            self._known.clear()
-        self._known.update(zip(keys, counts, strict=True))
-        return tokens, counts
+        special, known = bool(body.add_special_tokens), self._known
+        keys = {end: (end, hash((text[:end], special))) for end in sorted(self._ends(body, text))}
+        counts = {end: known[key] for end, key in keys.items() if key in known}
+        far = [end for end in keys if end not in counts and len(text) - end > _TAIL]
+        if far:
+            tokens, found = self._tokenizer.encode_and_count(text, far, special)
+            counts.update(zip(far, found, strict=True))
+        else:
+            tokens = self._tokenizer.encode(text, special)
+        for end in keys.keys() - counts.keys():
+            counts[end] = len(tokens) - len(self._tokenizer.encode(text[end:], add_special_tokens=False))
+        if len(known) > _MOST_KNOWN:
+            known.clear()
+        known.update((key, counts[end]) for end, key in keys.items())
+        return tokens, [counts[end] for end in keys]
 
     def _ends(self, body: ChatRequest, text: str) -> set[int]:
         """Return the numbers of characters before the places."""

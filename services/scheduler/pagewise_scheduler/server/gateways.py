@@ -184,8 +184,8 @@ class Gateways(Sessions[Gateway]):
         self._send_adapters(session)
 
     def _fleet_state(self, session: Session[Gateway]) -> FleetState:
-        *limits, snapshots = self._router.capacity
-        return FleetState(session.epoch, *limits, self._problems, snapshots)
+        capacity = self._router.capacity
+        return FleetState(session.epoch, *capacity[:4], self._problems, capacity.snapshots)
 
     def _lost(self, session: Session[Gateway], reason: str, loss: Loss) -> None:
         gateway = session.peer
