@@ -1,4 +1,4 @@
-"""The cases of recurrent layers: of Qwen3-Next 80B, Kimi-Linear 48B, Nemotron-H 8B and LFM2, for decodes and for steps with chunks."""
+"""Cases of recurrent layers: of Qwen3-Next 80B, Kimi-Linear 48B, Nemotron-H 8B and LFM2, for decodes and for chunks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
