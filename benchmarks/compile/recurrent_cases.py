@@ -1,4 +1,4 @@
-"""The cases of recurrent layers: of Qwen3-Next 80B, Kimi-Linear 48B, Nemotron-H 8B and LFM2, for decodes and for steps with chunks."""
+"""Cases of recurrent layers: of Qwen3-Next 80B, Kimi-Linear 48B, Nemotron-H 8B and LFM2, for decodes and for chunks."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -64,6 +64,8 @@ def recurrent_cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the cases by name."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
         for longer, kind in ((False, "decode"), (True, "chunks")):
+            if longer and dtype == torch.float32:  # it spills: see docs/limits.md
+                continue
             yield f"delta net {kind} {name}", partial(_recur, dtype, True, 32, 16, 128, 128, 32, longer)
             yield f"kda {kind} {name}", partial(_recur, dtype, True, 32, 32, 128, 128, 32 * 128, longer)
             yield f"mamba-2 {kind} {name}", partial(_recur, dtype, False, 128, 8, 128, 64, 128, longer)

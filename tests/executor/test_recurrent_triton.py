@@ -9,8 +9,8 @@ from tests.executor.played_states import Family, PlayedStates
 from tests.executor.runners import BLOCK_SIZE
 from tests.model_builders import build_model
 
-FAMILIES = ["qwen3_next", "nemotron_h", "lfm2"]
-OTHERS = ["qwen3_5", "granitemoehybrid", "bamba", "olmo_hybrid", "falcon_h1", "kimi_linear"]
+FAMILIES = ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear"]
+OTHERS = ["qwen3_5", "granitemoehybrid", "bamba", "olmo_hybrid", "falcon_h1"]
 
 
 @pytest.mark.timeout(400)

@@ -1,4 +1,4 @@
-"""Recurrent layers: gated delta nets, Mamba-2, and short convolutions, whose states lie in pages.
+"""Recurrent layers: gated delta nets, KDA, Mamba-2, and short convolutions, whose states lie in pages.
 
 A step is a flat batch of sequences, some of which have one token. The states are read from the block of each sequence,
 and written in place, or to another one. Nothing is gathered before and scattered after.

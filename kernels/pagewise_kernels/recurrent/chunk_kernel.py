@@ -15,7 +15,7 @@ import triton.language as tl
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.launch import launch
 from pagewise_kernels.recurrent.layers import Recurrence
-from pagewise_kernels.recurrent.paged_states import CHUNK, BlockStates, ChunkPlan, matrix_at
+from pagewise_kernels.recurrent.paged_states import BlockStates, ChunkPlan, matrix_at
 from pagewise_kernels.recurrent.prepare_kernel import chunk_options, prepare, rows_of
 from pagewise_kernels.recurrent.step_kernel import softplus
 from pagewise_kernels.shapes import power_of_two
@@ -126,6 +126,7 @@ def compute_chunks(
         convolved, projected, *prepared, out, states.values, states.tables, plan.firsts, plan.chunks, layer.decay_from,
         layer.rate, layer.dt_bias, layer.rate if layer.skip is None else layer.skip, projected.stride(0), states.start,
         *map(float, layer.limits), **chunk_options(layer, convolved.dtype), BLOCK=block,
-        KEY_PADDED=max(16, power_of_two(layer.key)), PAGE=states.page, PAGES=states.pages, WHOLE_ROWS=states.has_whole_rows(layer.value if layer.is_delta else layer.key),
+        KEY_PADDED=max(16, power_of_two(layer.key)), PAGE=states.page, PAGES=states.pages,
+        WHOLE_ROWS=states.has_whole_rows(layer.value if layer.is_delta else layer.key),
         IS_DELTA=layer.is_delta, num_warps=4 if layer.is_delta else 8, num_stages=1,
     )  # fmt: skip

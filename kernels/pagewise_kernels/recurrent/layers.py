@@ -38,7 +38,7 @@ class ShortConvolution:
 
 
 class Recurrence:
-    """A gated delta net, KDA or Mamba-2 between its projections. ``by_key``: each key has a decay of its own, as in KDA.
+    """A gated delta net, KDA or Mamba-2 between its projections. ``by_key``: each key has a decay, as in KDA.
 
     ``weights`` and ``places``: as the CPU operations take them, here on the device of ``weights.conv``. ``state``: the
     shape of the recurrent state, of a gated delta net [heads, key, value], of Mamba-2 [heads, value, key]. ``kept``:

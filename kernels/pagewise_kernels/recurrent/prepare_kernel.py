@@ -6,11 +6,11 @@ each key in KDA (Kimi Linear: arXiv 2510.26692). With S the state before the chu
     u_i = beta_i (v_i - S^T (exp(g_i) k_i) - sum over j < i of (k_i · (exp(g_i - g_j) k_j)) u_j).
 
 So (I + A) U = R, where A is strictly lower triangular and does not depend on S. The kernel computes T = (I + A)^-1 (the
-WY form: Yang et al., arXiv 2406.06484 and 2412.06464), and decayed keys and queries. ``chunk_kernel`` computes the rest.
+WY form: Yang et al., arXiv 2406.06484 and 2412.06464), and decayed keys and queries. ``chunk_kernel`` does the rest.
 
-In KDA, products of keys with decays between them need exp(g_i - g_j) of each key. exp(-g_j) may overflow, so both are
-decayed to a token between them: tokens in the second half of 2, 4, 8, ... tokens, and those in the first half, to the
-last token of the first half. Each of these sizes takes two products of matrices.
+In KDA, a product of keys has exp(g_i - g_j) of each key, and exp(-g_j) alone may overflow. So both keys are decayed to
+a token between them: of 2, 4, 8, ... tokens, those in the first half and those in the second half are decayed to the
+last token of the first half, and meet. Every two tokens meet once.
 """
 
 import torch

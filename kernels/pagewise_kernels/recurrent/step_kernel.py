@@ -1,8 +1,8 @@
 """One token of each of some sequences: their states are read once, and written once.
 
 In float32: of the gated delta rule (Yang et al., arXiv 2412.06464), with S the state after its decay, delta = beta (v -
-S^T k), S += k delta^T, and the output is S^T q; in KDA each key has a decay of its own. Of Mamba-2 (Dao and Gu, arXiv 2405.21060) S = decay S + dt x b^T, and
-the output is S c + skip x.
+S^T k), S += k delta^T, and the output is S^T q; in KDA (Kimi Linear, arXiv 2510.26692) each key has a decay of its own.
+Of Mamba-2 (Dao and Gu, arXiv 2405.21060) S = decay S + dt x b^T, and the output is S c + skip x.
 """
 
 import torch

@@ -13,7 +13,7 @@ States = Mapping[StateKey, torch.Tensor]
 
 
 class PlainRecurrence:
-    """Computes a gated delta net, KDA or Mamba-2 between its projections; or a short convolution, whose ``state`` is None.
+    """Computes a gated delta net, KDA or Mamba-2 between its projections; or a short convolution: ``state`` is None.
 
     ``state``: the shape of the recurrent state. ``kept``: inputs of each channel in the conv state.
 
