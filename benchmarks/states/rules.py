@@ -3,7 +3,7 @@
 Each is the product's memory with other places. The product's policy decides the order of eviction.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
@@ -23,7 +23,9 @@ def fixed(places: Places, *, answers: bool = False) -> type[GroupedKVCacheManage
     """The product's memory with snapshots at ``places``; ``answers``: and at the end of each answer."""
 
     class Fixed(GroupedKVCacheManager):
-        def expect_snapshots(self, table: BlockTable, prefix: CachedPrefix, num_tokens: int) -> None:
+        def expect_snapshots(
+            self, table: BlockTable, prefix: CachedPrefix, num_tokens: int, _places: Sequence[int] = ()
+        ) -> None:
             begin, end = max(prefix.resume, len(prefix.blocks)), num_tokens // self.block_size
             table.due = sorted(depth for depth in {*places(begin, prefix.junction, end)} if begin < depth <= end)
 
