@@ -34,7 +34,7 @@ def poison_states(runner: ModelRunner) -> None:
 )
 def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, recorded: FakeCuda) -> None:
     check_replays(
-        family, tmp_path, recorded, poison_states, (33, 41), [5, 7, 4, 6], num_blocks=100, most_blocks=120
+        family, tmp_path, recorded, poison_states, (33, 41), [5, 7, 4, 6], num_blocks=100, most_blocks=240
     )  # fmt: skip
     assert recorded.replayed > 15
 
