@@ -1,5 +1,6 @@
 """Steps of small random models on the CPU, by contenders that share a process and take turns."""
 
+import argparse
 import statistics
 import time
 from collections import defaultdict
@@ -17,6 +18,8 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s
 from pagewise_shared.sampling import SamplingParams
+
+from benchmarks.record import record_file
 
 CONTEXT, STEPS, BLOCK_SIZE = 64, 16, 16
 BLOCKS = -(-(CONTEXT + STEPS + 2) // BLOCK_SIZE)
@@ -159,6 +162,17 @@ def take_turns(
                 if turn:  # the first one warms up
                     seconds[batch, name].append(took)
     return seconds
+
+
+def parser_of(doc: str, families: Mapping[str, Family], most: int) -> argparse.ArgumentParser:
+    """Return a parser of what such benchmarks have in common: ``families`` and numbers of sequences, up to ``most``."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--families", nargs="+", default=list(families), choices=families)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], choices=range(1, most + 1))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
+    return parser
 
 
 def ratio(others: Sequence[float], own: Sequence[float]) -> float:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from pagewise_kernels.cpu.recurrent import Places, Weights
+from pagewise_executor.kernel_checks.recurrent_problems import random_form
+from pagewise_executor.models.triton_recurrence import kernels_of
 from pagewise_kernels.recurrent import (
     FIELDS,
     BlockStates,
@@ -15,12 +16,10 @@ from pagewise_kernels.recurrent import (
     recur,
 )
 
+from benchmarks.kernels.recurrent import SHAPES
+
 _META = torch.device("meta")
 _PAGE, _PAGES = 32768, 2400
-
-
-def _floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=_META)
 
 
 def _plan(longer: bool) -> ChunkPlan:
@@ -35,29 +34,18 @@ def _states(dtype: torch.dtype, start: int) -> BlockStates:
     return BlockStates(memory, torch.empty(8, _PAGES, dtype=torch.int32, device=_META), start, dtype)
 
 
-def _recur(
-    dtype: torch.dtype, delta: bool, heads: int, groups: int, key: int, value: int, decays: int, longer: bool
-) -> None:
-    inner, channels = heads * value, heads * value + 2 * groups * key
-    row = channels + inner + decays + heads
-    places = Places(
-        conv=torch.arange(channels), gate=torch.arange(inner), decay=torch.arange(row - decays, row),
-        beta=torch.arange(heads) if delta else None,
-    )  # fmt: skip
-    weights = Weights(
-        conv=_floats(channels, 4), conv_bias=None if delta else _floats(channels), a_log=_floats(heads),
-        dt_bias=_floats(decays), skip=None if delta else _floats(heads), norm=_floats(inner),
-        norm_size=value if delta else inner // groups, gate_first=not delta,
-    )  # fmt: skip
-    layer = Recurrence(weights, places, (heads, key, value) if delta else (heads, value, key), 4)
-    projected = _floats(256, row, dtype=dtype)
-    recur(layer, projected, _plan(longer), _states(dtype, 0), _states(torch.float32, 4 * channels * dtype.itemsize))
+def _recur(dtype: torch.dtype, kind: str, longer: bool) -> None:
+    layer = kernels_of(random_form(kind, *SHAPES[kind]), _META)
+    assert isinstance(layer, Recurrence)
+    projected, states = torch.empty(256, layer.size, dtype=dtype, device=_META), layer.conv.shape[0] * layer.kept
+    recur(layer, projected, _plan(longer), _states(dtype, 0), _states(torch.float32, states * dtype.itemsize))
 
 
 def _short(dtype: torch.dtype, longer: bool) -> None:
     conv, factor, gate = torch.arange(6144).view(3, 2048)
-    layer = ShortConvolution(_floats(2048, 3), None, conv, factor, gate, kept=3)
-    convolve_short(layer, _floats(256, 6144, dtype=dtype), _plan(longer), _states(dtype, 0))
+    layer = ShortConvolution(torch.empty(2048, 3, device=_META), None, conv, factor, gate, kept=3)
+    projected = torch.empty(256, 6144, dtype=dtype, device=_META)
+    convolve_short(layer, projected, _plan(longer), _states(dtype, 0))
 
 
 def recurrent_cases() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -66,7 +54,6 @@ def recurrent_cases() -> Iterator[tuple[str, Callable[[], None]]]:
         for longer, kind in ((False, "decode"), (True, "chunks")):
             if longer and dtype == torch.float32:  # it spills: see docs/limits.md
                 continue
-            yield f"delta net {kind} {name}", partial(_recur, dtype, True, 32, 16, 128, 128, 32, longer)
-            yield f"kda {kind} {name}", partial(_recur, dtype, True, 32, 32, 128, 128, 32 * 128, longer)
-            yield f"mamba-2 {kind} {name}", partial(_recur, dtype, False, 128, 8, 128, 64, 128, longer)
+            for one in SHAPES:
+                yield f"{one} {kind} {name}", partial(_recur, dtype, one, longer)
             yield f"short convolution {kind} {name}", partial(_short, dtype, longer)

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 
 import torch
-from pagewise_executor.kernel_checks.recurrent_problems import typical_forms
+from pagewise_executor.kernel_checks.recurrent_problems import random_form
 from pagewise_executor.models.triton_recurrence import kernels_of
 from pagewise_kernels.recurrent import CHUNK, BlockStates, ChunkPlan, Recurrence, recur
 
 from benchmarks.kernels.bench import Bench
 
-SHAPES = {"gated delta net": (32, 128, 128), "KDA": (32, 128, 128), "Mamba-2": (128, 128, 64)}
-"""Heads, key and value of Qwen3-Next 80B, Kimi-Linear 48B and Nemotron-H 8B."""
+SHAPES = {"gated delta net": (32, 16, 128, 128), "KDA": (32, 32, 128, 128), "Mamba-2": (128, 8, 128, 64)}
+"""Heads, groups that share keys and queries, key and value: of Qwen3-Next 80B, Kimi-Linear 48B and Nemotron-H 8B."""
 
 
 def recurrent(bench: Bench) -> None:
     for kind, sizes in SHAPES.items():
-        layer = kernels_of(typical_forms(*((2, 16, 16) if bench.smoke else sizes))[kind], bench.device)
+        layer = kernels_of(random_form(kind, *((2, 2, 16, 16) if bench.smoke else sizes)), bench.device)
         assert isinstance(layer, Recurrence)
         state = layer.heads * layer.key * layer.value
         for count in (2,) if bench.smoke else (1, 16, 256):

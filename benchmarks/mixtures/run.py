@@ -12,7 +12,6 @@ A last turn, which does not count for these, measures how much of a step routers
 shared experts compute. Of a mixture that Pagewise computes as one operation, this has the norm before it.
 """
 
-import argparse
 import statistics
 import tempfile
 from pathlib import Path
@@ -23,7 +22,7 @@ import transformers
 from pagewise_executor.attention.registry import Kernels
 from pagewise_kernels.cpu.experts import Mixture, PackedExperts, Router
 
-from benchmarks.record import record_file, write_record
+from benchmarks.record import write_record
 from benchmarks.side_by_side import (
     BLOCKS,
     STEPS,
@@ -33,6 +32,7 @@ from benchmarks.side_by_side import (
     build,
     executor_settings,
     pagewise,
+    parser_of,
     prompts_of,
     ratio,
     take_turns,
@@ -121,13 +121,8 @@ def compare(family: str, rounds: int, kernels: list[Kernels], batches: list[int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
+    parser = parser_of(__doc__, FAMILIES, MOST)
     parser.add_argument("--kernels", nargs="+", default=["cpu"], choices=get_args(Kernels))
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], choices=range(1, MOST + 1))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = []

@@ -15,7 +15,6 @@ A last turn, which does not count for these, measures how much of a decode step 
 projections.
 """
 
-import argparse
 import gc
 import statistics
 import tempfile
@@ -28,7 +27,7 @@ import transformers
 from pagewise_executor.models.recurrent import PagedRecurrence
 from pagewise_shared.protocol import GroupedStepPlan, pack_int32s
 
-from benchmarks.record import record_file, write_record
+from benchmarks.record import write_record
 from benchmarks.side_by_side import (
     BLOCK_SIZE,
     STEPS,
@@ -38,6 +37,7 @@ from benchmarks.side_by_side import (
     build,
     executor_settings,
     pagewise,
+    parser_of,
     prompts_of,
     ratio,
     take_turns,
@@ -190,12 +190,7 @@ def compare(family: str, rounds: int, batches: list[int]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], choices=range(1, MOST + 1))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=record_file, help="file to write the numbers to")
+    parser = parser_of(__doc__, FAMILIES, MOST)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = []

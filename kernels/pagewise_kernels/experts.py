@@ -250,32 +250,22 @@ def sum_of_experts(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    (tokens, hidden), (experts, size, inner) = x.shape, down.shape
-    if (size, gate_up.shape) != (hidden, (experts, 2 * inner, hidden)) or x.stride(1) != 1:
+    hidden, (experts, size, inner) = x.shape[1], down.shape
+    if (size, gate_up.shape) != (hidden, (experts, 2 * inner, hidden)):
         raise ValueError(f"x {list(x.shape)} does not fit {list(gate_up.shape)} and {list(down.shape)}")
-    if chosen.shape[:-1] != (tokens,) or weights.shape != chosen.shape:
-        raise ValueError(f"experts {list(chosen.shape)} and weights {list(weights.shape)} do not fit {tokens} rows")
-    if any(not tensor.is_contiguous() for tensor in (gate_up, down, chosen, weights)):
+    if not gate_up.is_contiguous() or not down.is_contiguous():
         raise ValueError("weights and experts are contiguous")
-    if x.dtype not in FLOATS or (gate_up.dtype, down.dtype, chosen.dtype) != (x.dtype, x.dtype, torch.int32):
-        raise TypeError(f"x and weights are of one floating-point type, experts int32, not {x.dtype}, {chosen.dtype}")
-    check_device(x, gate_up, down, chosen, weights)
-    top_k, pairs, device = chosen.shape[1], chosen.numel(), x.device
-    tile = _tile(pairs, experts, x)
+    check_pairs(x, chosen, weights, gate_up, down)
+    if (gate_up.dtype, down.dtype) != (x.dtype, x.dtype):
+        raise TypeError(f"x and weights are of one floating-point type, not {x.dtype}, {gate_up.dtype}, {down.dtype}")
+    tile = _tile(chosen.numel(), experts, x)
     columns = triton.cdiv(hidden, tile.weights)
-    order, tiles, counters = sorted_pairs(chosen, experts, tile.rows, columns)
-    activated = torch.empty(pairs, inner, dtype=x.dtype, device=device)
-    parts = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+    order, tiles, activated, *sums = sorted_pairs(x, chosen, experts, tile.rows, columns, inner)
     step = tile.inner // x.dtype.itemsize
     options = {
-        "TOP_K": top_k,
-        "ROWS": tile.rows,
-        "INNER": step,
-        **compute_options(x.dtype),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.stages,
-    }
+        "TOP_K": chosen.shape[1], "ROWS": tile.rows, "INNER": step, **compute_options(x.dtype),
+        "num_warps": tile.num_warps, "num_stages": tile.stages,
+    }  # fmt: skip
     launch(
         expert_gate_up_kernel, (triton.cdiv(inner, tile.weights // 2), len(tiles)),
         x, gate_up, tiles, order, activated, x.stride(0), gate_up.stride(0),
@@ -283,18 +273,34 @@ def sum_of_experts(
     )  # fmt: skip
     launch(
         expert_down_kernel, (columns, len(tiles)),
-        activated, down, weights, tiles, order, parts, counters, out, down.stride(0), inner, hidden,
+        activated, down, weights, tiles, order, *sums, down.stride(0), inner, hidden,
         COLUMNS=tile.weights, WHOLE=inner % step == 0, **options,
     )  # fmt: skip
-    return out
+    return sums[-1]
+
+
+def check_pairs(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *of_experts: torch.Tensor) -> None:
+    """Check the experts of tokens and their weights, and that the weights ``of_experts`` lie on the same device.
+
+    Raises:
+        ValueError: shapes, strides or devices do not fit. TypeError: types do not.
+    """
+    if chosen.shape[:-1] != x.shape[:1] or weights.shape != chosen.shape:
+        raise ValueError(f"experts {list(chosen.shape)} and weights {list(weights.shape)} do not fit {len(x)} rows")
+    if x.stride(1) != 1 or not chosen.is_contiguous() or not weights.is_contiguous():
+        raise ValueError("weights and experts are contiguous, and so are rows of x")
+    if x.dtype not in FLOATS or chosen.dtype != torch.int32:
+        raise TypeError(f"x is of floats, experts int32, not {x.dtype}, {chosen.dtype}")
+    check_device(x, *of_experts, chosen, weights)
 
 
 def sorted_pairs(
-    chosen: torch.Tensor, experts: int, rows: int, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return order and tiles of ``rows`` pairs each, as ``sort_by_expert_kernel`` makes them, and counters of parts.
+    x: torch.Tensor, chosen: torch.Tensor, experts: int, rows: int, columns: int, inner: int
+) -> tuple[torch.Tensor, ...]:
+    """Return order and tiles of ``rows`` pairs each, as ``sort_by_expert_kernel`` makes them, and memory for what is
+    computed: activated values [pairs, inner]; parts, counters of parts, and sums [tokens, hidden] for ``store_sums``.
 
-    ``chosen`` int32 [tokens, k], contiguous. ``columns``: tiles of columns.
+    ``chosen`` int32 [tokens, k], contiguous. ``columns``: tiles of columns of the sums.
     """
     pairs = chosen.numel()
     num_tiles = (pairs + min(pairs, experts) * (rows - 1)) // rows
@@ -306,7 +312,8 @@ def sorted_pairs(
         EXPERTS=experts, PADDED=power_of_two(experts + 1), ROWS=rows,
         AT_ONCE=_FEW_IDS if pairs <= _FEW_IDS else _MANY_IDS, num_warps=4,
     )  # fmt: skip
-    return order, tiles, counters
+    parts, out = x.new_empty(pairs, x.shape[1]), torch.empty_like(x, memory_format=torch.contiguous_format)
+    return order, tiles, x.new_empty(pairs, inner), parts, counters, out
 
 
 def _tile(pairs: int, experts: int, x: torch.Tensor) -> _Tile:

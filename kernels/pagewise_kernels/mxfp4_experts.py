@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
-from pagewise_kernels.experts import sorted_pairs, store_sums
-from pagewise_kernels.launch import check_device, interpreted, is_hopper, launch
+from pagewise_kernels.experts import check_pairs, sorted_pairs, store_sums
+from pagewise_kernels.launch import interpreted, is_hopper, launch
 from pagewise_kernels.mxfp4 import BLOCK, Mxfp4Weights, dequantised
-from pagewise_kernels.products import FLOATS, compute_options
+from pagewise_kernels.products import compute_options
 
 _AT_ONCE = 4
 """Blocks of an output whose codes share words, and whose scales share a word."""
@@ -224,28 +224,17 @@ def sum_of_mxfp4_experts(
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    tokens, hidden = x.shape
-    experts, inner = len(down.codes), down.ins
+    hidden, experts, inner = x.shape[1], len(down.codes), down.ins
     if (gate_up.ins, *gate_up.bias.shape, *down.bias.shape) != (hidden, experts, 2 * inner, experts, hidden):
         raise ValueError(f"x {list(x.shape)} does not fit experts of {gate_up.ins} and {down.ins} inputs")
-    if chosen.shape[:-1] != (tokens,) or weights.shape != chosen.shape:
-        raise ValueError(f"experts {list(chosen.shape)} and weights {list(weights.shape)} do not fit {tokens} rows")
-    if x.stride(1) != 1 or not chosen.is_contiguous() or not weights.is_contiguous():
-        raise ValueError("experts and weights are contiguous, and so are rows of x")
-    if x.dtype not in FLOATS or chosen.dtype != torch.int32:
-        raise TypeError(f"x is of floats, experts int32, not {x.dtype}, {chosen.dtype}")
-    check_device(x, gate_up.codes, down.codes, chosen, weights)
-    top_k, pairs, device = chosen.shape[1], chosen.numel(), x.device
-    tile = _tile(pairs, experts, x)
+    check_pairs(x, chosen, weights, gate_up.codes, down.codes)
+    tile = _tile(chosen.numel(), experts, x)
     columns = triton.cdiv(hidden, tile.columns)
-    order, tiles, counters = sorted_pairs(chosen, experts, tile.rows, columns)
-    activated = torch.empty(pairs, inner, dtype=x.dtype, device=device)
-    parts = torch.empty(pairs, hidden, dtype=x.dtype, device=device)
-    out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+    order, tiles, activated, *sums = sorted_pairs(x, chosen, experts, tile.rows, columns, inner)
     kind = torch.float32 if interpreted() else x.dtype
     options = {
-        "TOP_K": top_k, "ROWS": tile.rows, "COLUMNS": tile.columns, "BLOCK": BLOCK, **compute_options(x.dtype),
-        "NUMBERS": _NUMBERS[kind], "SHIFTED": _SHIFTED[kind], "num_warps": tile.num_warps, "num_stages": tile.stages,
+        "TOP_K": chosen.shape[1], "ROWS": tile.rows, "COLUMNS": tile.columns, "BLOCK": BLOCK, "NUMBERS": _NUMBERS[kind],
+        "SHIFTED": _SHIFTED[kind], **compute_options(x.dtype), "num_warps": tile.num_warps, "num_stages": tile.stages,
     }  # fmt: skip
     launch(
         mxfp4_gate_up_kernel, (triton.cdiv(2 * inner, tile.columns), len(tiles)),
@@ -254,10 +243,10 @@ def sum_of_mxfp4_experts(
     )  # fmt: skip
     launch(
         mxfp4_down_kernel, (columns, len(tiles)),
-        activated, *down[:3], weights, tiles, order, parts, counters, out, down.codes.stride(0), down.scales.stride(0),
+        activated, *down[:3], weights, tiles, order, *sums, down.codes.stride(0), down.scales.stride(0),
         inner, hidden, WHOLE=inner % (_AT_ONCE * BLOCK) == 0, **options,
     )  # fmt: skip
-    return out
+    return sums[-1]
 
 
 def _tile(pairs: int, experts: int, x: torch.Tensor) -> _Tile:

@@ -1,7 +1,7 @@
 """Plans for an executor with recurrent layers, with tables of attention and blocks of states."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -176,3 +176,32 @@ class Family:
     def generated(self, prompt: list[int], length: int) -> list[int]:
         """The tokens behind a prompt, greedily."""
         return reference(self._model, [prompt], [length], "cpu")[0]
+
+
+def check_drafts(
+    family: Family, played: PlayedStates, drafts: Sequence[tuple[int, int]], snapshots: Sequence[int]
+) -> None:
+    """Let a row verify drafts among decodes, each with so many right tokens, and so many in all; keep its states at the
+    ends of blocks. States are those of what is kept, also in ``snapshots``, from which other rows go on."""
+    row, other = (played.join(number, family.prompt(length)) for number, length in enumerate((14, 6)))
+    played.step({0: 14, 1: 6})
+    expected = family.generated(row.tokens, 30)
+    for right, size in drafts:
+        start, known = row.num_computed, len(row.sampled)
+        draft = [(token + (number >= right)) % 199 for number, token in enumerate(expected[known : known + size])]
+        for end in range(start, start + 1 + size):
+            if end % BLOCK_SIZE == 0 and end not in row.snapshots:
+                played.switch(0, end)
+        played.step(drafts={0: draft})
+        assert row.num_computed == start + 1 + right
+        played.step()
+    assert row.sampled == expected[: len(row.sampled)]
+    assert other.sampled == family.generated(other.tokens, len(other.sampled))
+    assert sorted(row.snapshots) == snapshots
+    text = row.tokens + row.sampled
+    for number, at in enumerate(snapshots, 2):
+        played.join(number, text[:at] + family.prompt(3), shared=row, at=at)
+        played.step({number: 3})
+        fork = played.leave(number)
+        assert fork.sampled == family.generated(fork.tokens, 1), at
+    played.runner.close()

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from pagewise_executor.adapters.layers import AdapterContext, adapt_linears, shapes_of
 
-from tests.executor.played_states import Family, PlayedStates
-from tests.executor.runners import BLOCK_SIZE
+from tests.executor.played_states import Family, PlayedStates, check_drafts
 from tests.model_builders import RECURRENT, build_model
 
 
@@ -74,30 +73,8 @@ def test_rows_go_on_from_snapshots(family: Family) -> None:
 
 
 def test_states_behind_drafts(family: Family) -> None:
-    """Drafts that are right in part, across the ends of blocks, among decodes: states follow from the kept tokens."""
-    played = PlayedStates(family.path)
-    row, other = (played.join(number, family.prompt(length)) for number, length in enumerate((14, 6)))
-    played.step({0: 14, 1: 6})
-    expected = family.generated(row.tokens, 30)
-    for right, size in ((0, 3), (1, 4), (3, 3), (0, 1), (2, 5), (5, 5), (0, 2)):
-        start, known = row.num_computed, len(row.sampled)
-        draft = [(token + (number >= right)) % 199 for number, token in enumerate(expected[known : known + size])]
-        for end in range(start, start + 1 + size):
-            if end % BLOCK_SIZE == 0 and end not in row.snapshots:
-                played.switch(0, end)
-        played.step(drafts={0: draft})
-        assert row.num_computed == start + 1 + right
-        played.step()
-    assert row.sampled == expected[: len(row.sampled)]
-    assert other.sampled == family.generated(other.tokens, len(other.sampled))
-    text = row.tokens + row.sampled
-    assert sorted(row.snapshots) == [16, 24, 32]
-    for number, at in enumerate(sorted(row.snapshots), 2):
-        played.join(number, text[:at] + family.prompt(3), shared=row, at=at)
-        played.step({number: 3})
-        fork = played.leave(number)
-        assert fork.sampled == family.generated(fork.tokens, 1), at
-    played.runner.close()
+    drafts = [(0, 3), (1, 4), (3, 3), (0, 1), (2, 5), (5, 5), (0, 2)]
+    check_drafts(family, PlayedStates(family.path), drafts, [16, 24, 32])
 
 
 def test_adapters_leave_recurrent_modules_alone(tmp_path: Path) -> None:

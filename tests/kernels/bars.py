@@ -88,13 +88,13 @@ _OF_3_7: Bars = _OF_3_9 | {
     ("mxfp4 experts bf16 tokens 4096", "mxfp4_gate_up_kernel"): Bar(236, (550,)),
     ("mxfp4 experts bf16 tokens 4096", "mxfp4_down_kernel"): Bar(255, (545, 490)),
     # A token of a quarter of a head's state, and a chunk of 64 tokens.
-    ("delta net decode bf16", "step_kernel"): Bar(96, (820,)),
-    ("delta net chunks bf16", "prepare_kernel"): Bar(244, (132, 250, 100)),
-    ("delta net chunks bf16", "chunk_kernel"): Bar(216, (690,)),
-    ("kda decode bf16", "step_kernel"): Bar(92, (820,)),
-    ("kda chunks bf16", "prepare_kernel"): Bar(252, (270, 102)),
-    ("mamba-2 decode bf16", "step_kernel"): Bar(76, (820,)),
-    ("mamba-2 chunks bf16", "chunk_kernel"): Bar(255, (1220,)),
+    ("gated delta net decode bf16", "step_kernel"): Bar(96, (820,)),
+    ("gated delta net chunks bf16", "prepare_kernel"): Bar(244, (132, 250, 100)),
+    ("gated delta net chunks bf16", "chunk_kernel"): Bar(216, (690,)),
+    ("KDA decode bf16", "step_kernel"): Bar(92, (820,)),
+    ("KDA chunks bf16", "prepare_kernel"): Bar(252, (270, 102)),
+    ("Mamba-2 decode bf16", "step_kernel"): Bar(76, (820,)),
+    ("Mamba-2 chunks bf16", "chunk_kernel"): Bar(255, (1220,)),
     ("specialised prefill d128 bf16", "specialised_prefill_kernel"): Bar(
         168, (3, 730, 420, 3, 3, 730, 3, 2, 2, 2, 2, 2, 3, 3, 2, 2, 2, 2, 2), spilled=28
     ),

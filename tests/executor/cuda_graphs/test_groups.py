@@ -3,17 +3,12 @@
 Memory that a step has to write before it reads it is poisoned before each replay.
 """
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from pagewise_executor import model_runner
-from pagewise_executor.collectives import ALONE
-from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
 from pagewise_executor.device_defaults import with_step_limits
-from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.plan_checks import InvalidPlanError
@@ -24,32 +19,20 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import Welcome
 
 from tests.executor.cuda_graphs.fake_captures import FakeCuda
-from tests.executor.cuda_graphs.recorded import BLOCK, TOKENS, build
-from tests.executor.driver import request, run_requests
-from tests.executor.references import reference
-from tests.model_builders import EAGER, VOCAB_SIZE, build_model
+from tests.executor.cuda_graphs.recorded import BLOCK, TOKENS, build, check_replays, poison
+from tests.model_builders import build_model
 
 pytestmark = pytest.mark.interpreted
 
 
-def poison(runner: ModelRunner) -> None:
+def poison_tables(runner: ModelRunner) -> None:
     """Overwrite the results of a replay, and let table entries that no query sees name a page of NaN."""
-    graphs, batch = runner._graphs, runner._batch
-    assert graphs is not None
-    assert isinstance(batch, GroupedBatch)
-    for steps in graphs:
-        for written in (steps._ids, steps._positions, steps._slots):
-            written.fill_(2**40)
-    for written in (graphs.mixed._hidden, graphs.decodes._logits):
-        assert written is not None
-        written.fill_(torch.nan)
-    backend = graphs.decodes._backend
+    bad, batch = poison(runner)
+    assert runner._graphs is not None
+    backend = runner._graphs.decodes._backend
     for plan in backend._plans.values():
         plan.parts.values.fill_(torch.nan)
         plan.units.fill_(2**20)
-    bad = runner.info.num_pages
-    assert bad in batch._on_device._free[: batch._on_device.num_free], "the last page is never used"
-    runner._pool.regions[0][0, bad].view(torch.float32).fill_(torch.nan)
     tile = -(-LARGEST_TILE // BLOCK)
     for number, group in enumerate(backend.tables.groups):
         width = group.on_device.shape[2]
@@ -68,30 +51,14 @@ def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, re
     Attention chunks begin with a tile, so Llama 4's are longer here.
     """
     shape = {"attention_chunk_size": LARGEST_TILE} if family == "llama4" else {}
-    build_model(family, tmp_path, seed=7, **shape)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
+    runner = check_replays(
+        family, tmp_path, recorded, poison_tables, (71, 75), [9, 12, 6, 8], num_blocks=21, most_blocks=60, **shape
     )
-    rng = random.Random(5)
-    base = [rng.randrange(3, VOCAB_SIZE) for _ in range(75)]
-    prompts, lengths = [base[:71], base[:9], base, [*base[:20], 5, 6]], [9, 12, 6, 8]
-    expected = reference(model, prompts, lengths, "cpu")
-    runner = build(tmp_path)
-    graphs = runner._graphs
-    assert graphs is not None
     assert len(runner.info.groups) > 1
-    with torch.inference_mode():
-        assert capture_graphs(ALONE, graphs.mixed, graphs.decodes)
-    windowed = graphs.decodes._backend.tables.groups[1]
+    assert runner._graphs is not None
+    windowed = runner._graphs.decodes._backend.tables.groups[1]
     assert windowed.ring
-    assert windowed.on_device.shape[2] * BLOCK < len(prompts[0])
-    recorded.before_replay = lambda: poison(runner)
-    requests = [
-        request(prompt, length, f"r{number}")
-        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-    run_requests(runner, requests, num_blocks=21, max_num_seqs=3, max_num_batched_tokens=TOKENS, arrive_every=3)
-    assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
+    assert windowed.on_device.shape[2] * BLOCK < 71
     assert recorded.replayed > 20
 
 

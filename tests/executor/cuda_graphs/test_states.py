@@ -1,16 +1,11 @@
 """Models with recurrent layers by CUDA graphs: replays of recorded captures give the tokens of transformers."""
 
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from pagewise_executor.collectives import ALONE
-from pagewise_executor.cuda_graphs.graphed_steps import capture_graphs
-from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.recurrent import RecurrentContext
 from pagewise_executor.recurrent_plans import RecurrentPlans
@@ -18,57 +13,29 @@ from pagewise_executor.state_tables import Piece
 from pagewise_executor.step_work import Draft
 
 from tests.executor.cuda_graphs.fake_captures import FakeCuda
-from tests.executor.cuda_graphs.recorded import TOKENS, build
-from tests.executor.driver import request, run_requests
-from tests.executor.references import reference
-from tests.model_builders import VOCAB_SIZE, build_model
+from tests.executor.cuda_graphs.recorded import build, check_replays, poison
+from tests.model_builders import build_model
 
 pytestmark = pytest.mark.interpreted
 
 
-def poison(runner: ModelRunner) -> None:
+def poison_states(runner: ModelRunner) -> None:
     """Overwrite the results of a replay, and map blocks without pages to a page of NaN."""
-    graphs, batch, plans = runner._graphs, runner._batch, runner._forward_pass.plans
-    assert graphs is not None
-    assert plans is not None
-    assert isinstance(batch, GroupedBatch)
+    bad, batch = poison(runner)
     assert batch.states is not None
-    for steps in graphs:
-        for written in (steps._ids, steps._positions, steps._slots):
-            written.fill_(2**40)
-    for written in (graphs.mixed._hidden, graphs.decodes._logits):
-        assert written is not None
-        written.fill_(torch.nan)
-    bad = runner.info.num_pages
-    assert bad in batch._on_device._free[: batch._on_device.num_free], "the last page is never used"
-    runner._pool.regions[0][0, bad].view(torch.float32).fill_(torch.nan)
     tables = runner._forward_pass.recurrent_context.tables
     blocks = np.arange(batch._on_device.num_blocks(batch.states.number))
     tables[torch.from_numpy(blocks[batch.states.pages_of(blocks)[:, 0] == 0])] = bad
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("nemotron_h", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", *(pytest.param(one, marks=pytest.mark.long) for one in ("nemotron_h", "kimi_linear"))]
+)
 def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, recorded: FakeCuda) -> None:
-    """Requests come and go, with prefix hits and chunks."""
-    build_model(family, tmp_path, seed=7)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    rng = random.Random(5)
-    base = [rng.randrange(3, VOCAB_SIZE) for _ in range(41)]
-    prompts, lengths = [base[:33], base[:9], base, [*base[:20], 5, 6]], [5, 7, 4, 6]
-    expected = reference(model, prompts, lengths, "cpu")
-    runner = build(tmp_path, num_blocks=120)
-    graphs = runner._graphs
-    assert graphs is not None
-    with torch.inference_mode():
-        assert capture_graphs(ALONE, graphs.mixed, graphs.decodes)
-    recorded.before_replay = lambda: poison(runner)
-    requests = [
-        request(prompt, length, f"r{number}")
-        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
-    ]
-    run_requests(runner, requests, num_blocks=100, max_num_seqs=3, max_num_batched_tokens=TOKENS, arrive_every=3)
-    assert [asked.sequences[0].output_token_ids.tolist() for asked in requests] == expected
+    check_replays(
+        family, tmp_path, recorded, poison_states, (33, 41), [5, 7, 4, 6], num_blocks=100, most_blocks=240
+    )  # fmt: skip
     assert recorded.replayed > 15
 
 

@@ -21,29 +21,36 @@ def forms_of(loaded: LoadedModel) -> tuple[PlainRecurrence, ...]:
     return tuple(form.step for form in found.values() if form is not None)
 
 
-def typical_forms(heads: int, key: int, value: int) -> dict[str, PlainRecurrence]:
-    """Return a gated delta net, KDA, Mamba-2, and a short convolution, with random weights, by their names."""
-    generator = torch.Generator().manual_seed(1)
+def typical_forms(heads: int, key: int, value: int) -> tuple[PlainRecurrence, ...]:
+    """Return a gated delta net, KDA, Mamba-2, and a short convolution, with random weights."""
+    kinds = ("gated delta net", 1), ("KDA", heads), ("Mamba-2", 1)
+    recurrent = [random_form(kind, heads, groups, key, value) for kind, groups in kinds]
+    thirds, conv = torch.arange(3 * value).view(3, value), torch.randn(value, 3, generator=_generator())
+    short = Weights(conv=conv, conv_bias=None, conv_silu=False, gate="alone")
+    return *recurrent, PlainRecurrence(short, Places(conv=thirds[0], times=thirds[1], gate=thirds[2]), None, 3)
+
+
+def random_form(kind: str, heads: int, groups: int, key: int, value: int) -> PlainRecurrence:
+    """Return a form with random weights, always the same: a "gated delta net", "KDA" or "Mamba-2", whose heads share
+    keys and queries in groups."""
+    generator = _generator()
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    found = {}
-    for name, groups, decays in (("gated delta net", 1, heads), ("KDA", heads, heads * key), ("Mamba-2", 1, heads)):
-        is_delta, channels, inner = name != "Mamba-2", 2 * groups * key + heads * value, heads * value
-        sizes = [channels, inner, decays, heads]
-        places = torch.split(torch.arange(sum(sizes)), sizes)
-        weights = Weights(
-            conv=draw(channels, 4) / 2, conv_bias=None if is_delta else draw(channels), a_log=draw(heads),
-            dt_bias=draw(decays), skip=None if is_delta else draw(heads), norm=draw(inner),
-            norm_size=value if is_delta else inner, gate="sigmoid" if name == "KDA" else "silu",
-            gate_first=not is_delta,
-        )  # fmt: skip
-        of_rows = Places(conv=places[0], gate=places[1], decay=places[2], beta=places[3] if is_delta else None)
-        state = (heads, key, value) if is_delta else (heads, value, key)
-        found[name] = PlainRecurrence(weights, of_rows, state, 4)
-    thirds = torch.arange(3 * value).view(3, value)
-    short = Weights(conv=draw(value, 3), conv_bias=None, conv_silu=False, gate="alone")
-    of_thirds = Places(conv=thirds[0], times=thirds[1], gate=thirds[2])
-    found["short convolution"] = PlainRecurrence(short, of_thirds, None, 3)
-    return found
+    is_delta, channels, inner = kind != "Mamba-2", 2 * groups * key + heads * value, heads * value
+    decays = heads * key if kind == "KDA" else heads
+    sizes = [channels, inner, decays, heads]
+    places = torch.split(torch.arange(sum(sizes)), sizes)
+    weights = Weights(
+        conv=draw(channels, 4) / 2, conv_bias=None if is_delta else draw(channels), a_log=draw(heads),
+        dt_bias=draw(decays), skip=None if is_delta else draw(heads), norm=draw(inner),
+        norm_size=value if is_delta else inner // groups, gate="sigmoid" if kind == "KDA" else "silu",
+        gate_first=not is_delta,
+    )  # fmt: skip
+    of_rows = Places(conv=places[0], gate=places[1], decay=places[2], beta=places[3] if is_delta else None)
+    return PlainRecurrence(weights, of_rows, (heads, key, value) if is_delta else (heads, value, key), 4)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)

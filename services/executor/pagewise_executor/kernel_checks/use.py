@@ -146,7 +146,7 @@ def typical_use(device: torch.device) -> KernelUse:
     mxfp4 = TritonMxfp4Experts(
         _drawn_mxfp4(use, experts, 2 * inner, hidden), _drawn_mxfp4(use, experts, hidden, inner), 7.0, 1.702
     )
-    recurrent = tuple(typical_forms(*((2, 16, 24) if small else (4, 128, 128))).values())
+    recurrent = typical_forms(*((2, 16, 24) if small else (4, 128, 128)))
     return replace(use, mixture=mixture, mxfp4=(mxfp4, 2), recurrent=recurrent)
 
 

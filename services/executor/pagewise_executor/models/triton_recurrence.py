@@ -5,7 +5,7 @@ A trial finds the form of a module (``recurrence_trial.py``). PyTorch computes m
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -95,8 +95,14 @@ def kernels_of(plain: PlainRecurrence, device: torch.device) -> Recurrence | Sho
     Raises:
         ValueError: they do not compute its shapes.
     """
-    weights, places = _on_device(plain.weights, device), _on_device(plain.places, device)
+    moved = {
+        field.name: one.detach().to(device)
+        for field in fields(plain.weights)
+        if isinstance(one := getattr(plain.weights, field.name), torch.Tensor)
+    }
+    weights, places = replace(plain.weights, **moved), plain.places
     if plain.state is None:
+        assert places.times is not None
         inputs = places.conv, places.times, places.gate
         return ShortConvolution(weights.conv, weights.conv_bias, *inputs, plain.kept)
     return Recurrence(weights, places, plain.state, plain.kept)  # type: ignore[arg-type]
@@ -130,9 +136,3 @@ def find_kernels(
     elif layers:
         log.info("the Triton kernels compute all %d recurrent layers", len(layers))
     return found
-
-
-def _on_device(one: Any, device: torch.device) -> Any:
-    """Return weights or places of a form on a device."""
-    fields = {name: getattr(one, name) for name in type(one).__dataclass_fields__}
-    return replace(one, **{name: x.detach().to(device) for name, x in fields.items() if isinstance(x, torch.Tensor)})
