@@ -7,8 +7,9 @@ import signal
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import httpx
 import openai
 import pytest
 
@@ -32,18 +33,19 @@ EXECUTOR_OPTIONS = (
 NUM_EXECUTORS = 2
 EVENTS = ("snapshots_taken", "snapshots_used", "evicted", "demoted", "loaded", "fetched", "corrupt")
 
-Kind = Literal["kill executor", "drain executor", "kill scheduler"]
+Kind = Literal["kill executor", "drain executor", "kill scheduler", "kill gateway"]
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request. ``patience``: the seconds after which its client leaves; None: it waits for all tokens. ``tokens``,
-    ``logprobs``, ``reasons``: of each output, as they came."""
+    """A request. ``patience``: the seconds after which its client leaves; None: it waits for all tokens. ``cut``: the
+    client has left, or the gateway was killed. ``tokens``, ``logprobs``, ``reasons``: of each output, as they came."""
 
     name: str
     prompt: list[int]
     body: dict[str, Any]
     patience: float | None
+    cut: bool = False
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
@@ -56,9 +58,9 @@ class Asked:
         ]
 
     def check_ends(self) -> None:
-        """Each output has ended for a reason that holds, unless the client has left."""
+        """Each output has ended for a reason that holds, unless it was cut."""
         most, stops = self.body["max_tokens"], self.body["extra_body"]["stop_token_ids"]
-        assert self.patience is not None or sorted(self.reasons) == [*range(self.body["n"])], self
+        assert self.cut or sorted(self.reasons) == [*range(self.body["n"])], self
         for index, tokens in self.tokens.items():
             assert not any(token in stops for token in tokens[:-1]), self
             match self.reasons.get(index):
@@ -78,6 +80,8 @@ class Walk:
         self._cluster, self._model, self._rng = cluster, model, random.Random(seed)
         self._texts = Texts(self._rng)
         self._executors = list(cluster.executors)
+        self._gateway_lives = asyncio.Event()
+        self._gateway_lives.set()
         self.asked: list[Asked] = []
         self.counts = Counter[str]()
 
@@ -85,7 +89,7 @@ class Walk:
         """Ask, disturb at random moments, and see all requests to their end."""
         rng, room = self._rng, asyncio.Semaphore(MOST_LIVE)
         moments = dict(
-            zip(rng.sample(range(num_requests // 8, num_requests), len(disturbances)), disturbances, strict=True)
+            zip(rng.sample(range(num_requests // 8, num_requests // 2), len(disturbances)), disturbances, strict=True)
         )
         async with client_of(self._cluster.url) as client, asyncio.TaskGroup() as tasks:
             disturbed = tasks.create_task(asyncio.sleep(0))
@@ -122,6 +126,7 @@ class Walk:
         return asked
 
     async def _ask(self, client: openai.AsyncOpenAI, asked: Asked) -> None:
+        await self._gateway_lives.wait()
         try:
             async with asyncio.timeout(asked.patience):
                 stream = await client.completions.create(
@@ -132,6 +137,11 @@ class Walk:
                         self._take(asked, chunk)
         except TimeoutError:
             assert asked.patience is not None
+            asked.cut = True
+        except (openai.APIConnectionError, httpx.TransportError):
+            if self._gateway_lives.is_set():
+                raise
+            asked.cut = True
         if asked.tokens:
             self._texts.tell([*asked.prompt, *self._rng.choice([*asked.tokens.values()])])
 
@@ -147,14 +157,20 @@ class Walk:
     async def _disturb(self, kind: Kind) -> None:
         cluster = self._cluster
         await asyncio.sleep(self._rng.uniform(0, 0.3))
-        if kind == "kill scheduler":
-            self._count()
-            await self._end(cluster.scheduler, signal.SIGKILL)
-            await asyncio.to_thread(cluster.start_scheduler)
-            return
-        number = self._rng.randrange(NUM_EXECUTORS)
-        await self._end(self._executors[number], signal.SIGKILL if kind == "kill executor" else signal.SIGTERM)
-        self._executors[number] = cluster.start_executor(f"first-{number}")
+        match kind:
+            case "kill scheduler":
+                self._count()
+                await self._end(cluster.scheduler, signal.SIGKILL)
+                await asyncio.to_thread(cluster.start_scheduler)
+            case "kill gateway":
+                self._gateway_lives.clear()
+                await self._end(cluster.gateways["gateway-0"], signal.SIGKILL)
+                await asyncio.to_thread(cluster.start_gateway)
+                self._gateway_lives.set()
+            case "kill executor" | "drain executor":
+                number = self._rng.randrange(NUM_EXECUTORS)
+                await self._end(self._executors[number], signal.SIGKILL if "kill" in kind else signal.SIGTERM)
+                self._executors[number] = cluster.start_executor(f"first-{number}")
 
     def _count(self) -> None:
         """Add the counts of a scheduler that ends to those of earlier ones."""
@@ -185,14 +201,14 @@ async def walk(family: str, folder: Path, num_requests: int, seed: int, disturba
         walked = Walk(cluster, str(model), seed)
         await walked.run(num_requests, disturbances)
     answers = [answer for asked in walked.asked for answer in asked.answers()]
-    num_tokens, num_left = sum(len(answer.tokens) for answer in answers), 0
+    num_tokens, num_cut = sum(len(answer.tokens) for answer in answers), 0
     for asked in walked.asked:
         asked.check_ends()
-        num_left += len(asked.reasons) < asked.body["n"]
+        num_cut += asked.cut
     difference, counts = check_answers(model, answers), walked.counts
-    print(f"{family}: {num_requests} requests, {num_left} left, {num_tokens} tokens, {difference:.1e}: {counts}")
+    print(f"{family}: {num_requests} requests, {num_cut} cut off, {num_tokens} tokens, {difference:.1e}: {counts}")
     assert num_tokens > 5 * num_requests
-    assert num_left > 0
+    assert num_cut > 0
     assert counts["corrupt"] == 0
     assert min(counts[name] for name in ("snapshots_used", "evicted", "demoted", "request_moves")) > 0
     return counts
@@ -200,13 +216,12 @@ async def walk(family: str, folder: Path, num_requests: int, seed: int, disturba
 
 @pytest.mark.timeout(300)
 async def test_conversations_as_processes_are_killed(tmp_path: Path) -> None:
-    await walk("qwen3_next", tmp_path, 60, 1, ["kill executor", "kill scheduler"])
+    await walk("qwen3_next", tmp_path, 60, 1, ["kill executor", "kill scheduler", "kill gateway"])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
 async def test_conversations_at_length_as_processes_are_killed(family: str, tmp_path: Path) -> None:
-    disturbances: list[Kind] = ["kill executor", "drain executor", "kill scheduler", "kill executor"]
-    counts = await walk(family, tmp_path, 500, 2, 3 * disturbances)
+    counts = await walk(family, tmp_path, 500, 2, 3 * [*get_args(Kind)])
     assert min(counts[name] for name in ("loaded", "fetched")) > 0
