@@ -155,8 +155,10 @@ class Walk:
                 asked.reasons[choice.index] = choice.finish_reason
 
     async def _disturb(self, kind: Kind) -> None:
-        cluster = self._cluster
-        await asyncio.sleep(self._rng.uniform(0, 0.3))
+        """Wait until all processes have work, and end one of them."""
+        cluster, asked = self._cluster, len(self.asked) + self._rng.randrange(4, 12)
+        while len(self.asked) < asked:
+            await asyncio.sleep(0.02)
         match kind:
             case "kill scheduler":
                 self._count()
