@@ -330,6 +330,16 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Families with recurrent layers."""
 
+FEW_LAYERS: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "nemotron_h": {},
+    "gemma3": {"num_hidden_layers": 6},
+}
+"""Settings of families with short convolutions, Mamba-2, gated delta nets, Mamba-2 among layers without tokens, and
+windows: as few layers as have all groups."""
+
 FUSED = ("llama", "mistral", "qwen2", "qwen3")
 """Families whose decoder layers the executor computes by layers of its own."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")

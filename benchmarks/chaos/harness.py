@@ -167,7 +167,7 @@ async def chaos(
         await asyncio.to_thread(cluster.wait_ready, len(monkey.blocks), START_SECONDS)
         timeline = Timeline(monkey.freeze, min(given_up, ExecutorRegistry.least_timeout))
         report = await _disturb(cluster, monkey, cases, seconds, timeline, companions, key, ready)
-        report.failures += await _settled(cluster)
+        report.failures += await settled(cluster)
         if report.blocks["corrupt"]:
             report.failures.append(f"{report.blocks['corrupt']} blocks came back from the host corrupt")
     finally:
@@ -311,7 +311,7 @@ def _touched(outcome: Outcome, event: Disturbance) -> bool:
             return True
 
 
-async def _settled(cluster: Cluster, seconds: float = 20.0) -> list[str]:
+async def settled(cluster: Cluster, seconds: float = 20.0) -> list[str]:
     """The faults that are left once all streams have ended: blocks not returned, requests that run or wait."""
     deadline = monotonic() + seconds
     while (wrong := await asyncio.to_thread(_unsettled, cluster)) and monotonic() < deadline:

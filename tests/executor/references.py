@@ -1,12 +1,71 @@
-"""Tokens of transformers for the same prompts."""
+"""Tokens of transformers for the same prompts, and its log-probabilities of answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.sampling import BeamParams
 from pagewise_shared.segments import TOKEN_ID
+from torch.nn.functional import log_softmax
+
+from tests.model_builders import EAGER
+
+CLOSE = 1e-3
+"""The greatest difference between log-probabilities of chunks, blocks and batches, and of one pass."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens that were sampled behind a prompt, one at least, and the log-probability of each.
+
+    ``name``: for messages. ``greedy``: whether each token is to be the likeliest one.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    logprobs: list[float]
+    greedy: bool
+
+
+def check_answers(path: Path, answers: Iterable[Answer]) -> float:
+    """Compare every token with one uncached pass of the model at ``path`` over its prompt and answer; returns by how
+    much the log-probability of one differs at most."""
+    eager = "eager" if any(name in str(path) for name in EAGER) else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=eager)
+    of_text: dict[tuple[int, ...], list[Answer]] = {}
+    for answer in answers:
+        of_text.setdefault((*answer.prompt, *answer.tokens), []).append(answer)
+    texts = sorted(of_text, key=len)
+    most = 0.0
+    for first in range(0, len(texts), 64):
+        some = texts[first : first + 64]
+        ids = torch.zeros(len(some), len(some[-1]), dtype=torch.int64)
+        for row, text in enumerate(some):
+            ids[row, : len(text)] = torch.tensor(text)
+        with torch.inference_mode():
+            expected = log_softmax(model(ids, use_cache=False).logits, -1)
+        for row, text in enumerate(some):
+            most = max(most, *(_difference(answer, expected[row]) for answer in of_text[text]))
+    return most
+
+
+def _difference(answer: Answer, expected: torch.Tensor) -> float:
+    """By how much the log-probabilities of an answer differ at most from the ``expected`` ones [tokens, vocabulary] of
+    its text. Of a greedy one, each token has to be the likeliest one."""
+    start = len(answer.prompt)
+    rows = expected[start - 1 : start - 1 + len(answer.tokens)]
+    found = rows.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+    name = f"{answer.name} behind {start} tokens"
+    if answer.greedy:
+        likeliest = rows.argmax(-1).tolist()
+        assert (found >= rows.max(-1).values - CLOSE).all(), f"{name}: {answer.tokens} instead of {likeliest}"
+    most = float((torch.tensor(answer.logprobs, dtype=torch.float32) - found).abs().max())
+    assert most < CLOSE, f"{name}: a log-probability differs by {most}"
+    return most
 
 
 def reference(

@@ -9,24 +9,14 @@ import pytest
 from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 
 from tests.executor.walks import Member, Walk
-from tests.model_builders import build_model
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
-    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-    "nemotron_h": {},
-    "gemma3": {"num_hidden_layers": 6},
-}
-"""Families with short convolutions, Mamba-2, gated delta nets, Mamba-2 among layers without tokens, and windows; as
-few layers as have all groups."""
+from tests.model_builders import FEW_LAYERS, build_model
 
 
 def walk(
     family: str, path: Path, num_requests: int, seed: int, *, members: int, disk: bool, host_memory: str | None
 ) -> Counter[str]:
     """Check a walk, and return the counts of events of the blocks of all executors."""
-    build_model(family, path / family, seed=7, **FAMILIES[family])
+    build_model(family, path / family, seed=7, **FEW_LAYERS[family])
     rng, directory = random.Random(seed), PrefixDirectory()
     options: dict[str, Any] = {"num_blocks": 600, "host_memory": host_memory}
     options |= {"disk_cache": str(path / "disk")} if disk else {}
@@ -43,7 +33,7 @@ def walk(
     return counts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW_LAYERS)
 def test_conversations_at_random(family: str, tmp_path: Path) -> None:
     counts = walk(family, tmp_path, 80, 1, members=1, disk=False, host_memory="100KiB")
     assert min(counts[name] for name in ("snapshots_used", "evicted", "demoted", "hits")) > 0
@@ -54,7 +44,7 @@ def test_conversations_at_random(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_conversations_at_length(seed: int, tmp_path: Path) -> None:
     """20,000 requests in all."""
-    rng, family = random.Random(seed), [*FAMILIES][seed % len(FAMILIES)]
+    rng, family = random.Random(seed), [*FEW_LAYERS][seed % len(FEW_LAYERS)]
     host_memory = rng.choice((None, "60KiB", "300KiB"))
     members, disk = (2, True) if seed < 5 else (rng.choice((1, 1, 2)), rng.random() < 0.3)
     counts = walk(family, tmp_path, 1000, seed, members=members, disk=disk, host_memory=host_memory)

@@ -12,8 +12,6 @@ from pathlib import Path
 from time import monotonic
 
 import msgspec
-import torch
-import transformers
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.runner import PendingStep
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
@@ -23,17 +21,15 @@ from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.server.executor_checks import checked_inventory, shape_of
 from pagewise_shared.protocol import Copied, Found, LookUp, StepPlan, Welcome, decode_from_scheduler, encode
-from torch.nn.functional import log_softmax
 
 from tests.core_requests import make_request
+from tests.executor.random_texts import MOST_PROMPT, Texts
+from tests.executor.references import Answer, check_answers
 from tests.executor.runners import build_runner, peers_at
-from tests.model_builders import EAGER, VOCAB_SIZE
 from tests.sampling import sampling_params
 
-MOST_PROMPT, MOST_OUTPUT = 90, 30
+MOST_OUTPUT = 30
 MOST_SEQS, BUDGET = 12, 64
-CLOSE = 1e-3
-"""The greatest difference between log-probabilities of chunks, blocks and batches, and of one pass."""
 
 
 class Member:
@@ -172,35 +168,10 @@ class Walk:
 
     def __init__(self, path: Path, seed: int, members: list[Member], events: float = 0.02) -> None:
         self._path, self._rng, self.members, self._events = path, random.Random(seed), members, events
-        self._texts = [self._random(length) for length in (70, 33, 16, 5)]
+        self._texts = Texts(self._rng)
         self._live: list[Asked] = []
         self.done: list[Asked] = []
         self.num_aborted = 0
-
-    def _random(self, length: int) -> list[int]:
-        return [self._rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
-
-    def _prompt(self) -> list[int]:
-        """A new conversation, or a turn, a fork or an edit of one."""
-        rng = self._rng
-        # Most of them recent; now and then an old one, of which lower tiers have the blocks.
-        near = min(len(self._texts), rng.choice((8, 8, 30, 200)))
-        text = self._texts[-rng.randrange(1, near + 1)]
-        match rng.randrange(8):
-            case 0:
-                made = self._texts[rng.randrange(4)] + self._random(rng.randrange(1, 30))
-            case 1 | 2 | 3:
-                made = text + self._random(rng.randrange(1, 8))
-            case 4:
-                made = text[: rng.randrange(1, len(text) + 1)] + self._random(rng.randrange(1, 12))
-            case 5:
-                at = rng.randrange(len(text))
-                made = text[:at] + self._random(rng.randrange(3)) + text[at + 1 :]
-            case 6:
-                made = text[: rng.randrange(1, len(text) + 1)]
-            case _:
-                made = list(text)
-        return made[:MOST_PROMPT] if 0 < len(made) <= MOST_PROMPT + 20 else self._random(rng.randrange(1, 60))
 
     def _ask(self, number: int) -> None:
         rng, greedy = self._rng, self._rng.random() < 0.6
@@ -208,12 +179,12 @@ class Walk:
             temperature=0.0 if greedy else 1.0,
             seed=number,
             logprobs=0,
-            stop_token_ids=tuple(self._random(rng.choice((0, 0, 5)))),
+            stop_token_ids=tuple(self._texts.random(rng.choice((0, 0, 5)))),
         )
         n = rng.choice((1, 1, 1, 2, 4))
         made = make_request(
             f"r{number}",
-            self._prompt(),
+            self._texts.prompt(),
             rng.randrange(1, rng.choice((8, MOST_OUTPUT))),
             sampling,
             n=n,
@@ -261,9 +232,7 @@ class Walk:
         self._live.remove(asked)
         self.done.append(asked)
         told = self._rng.choice(asked.request.sequences)
-        if len(self._texts) > 300:
-            del self._texts[4]
-        self._texts.append([*asked.request.prompt_token_ids, *told.output_token_ids])
+        self._texts.tell([*asked.request.prompt_token_ids, *told.output_token_ids])
 
     def _abort(self, asked: Asked) -> None:
         if asked.request in asked.member.looked_up.values():
@@ -302,31 +271,13 @@ class Walk:
     def check(self) -> tuple[int, float]:
         """Compare every token with an uncached pass; returns the number of tokens, and by how much the log-probability
         of one differs at most."""
-        eager = "eager" if any(name in str(self._path) for name in EAGER) else "sdpa"
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            self._path, dtype=torch.float32, attn_implementation=eager
-        )
-        outputs: dict[tuple[int, ...], list[tuple[Asked, RequestSequence]]] = {}
+        answers = []
         for asked in self.done:
             for sequence in asked.request.sequences:
                 self._check_end(asked, sequence)
                 if sequence.output_token_ids:
-                    tokens = (*asked.request.prompt_token_ids, *sequence.output_token_ids)
-                    outputs.setdefault(tokens, []).append((asked, sequence))
-        texts = sorted(outputs, key=len)
-        most, count = 0.0, 0
-        for first in range(0, len(texts), 64):
-            some = texts[first : first + 64]
-            ids = torch.zeros(len(some), len(some[-1]), dtype=torch.int64)
-            for row, text in enumerate(some):
-                ids[row, : len(text)] = torch.tensor(text)
-            with torch.inference_mode():
-                expected = log_softmax(model(ids, use_cache=False).logits, -1)
-            for row, text in enumerate(some):
-                for asked, sequence in outputs[text]:
-                    count += len(sequence.output_token_ids)
-                    most = max(most, _difference(asked, sequence, expected[row]))
-        return count, most
+                    answers.append(_answer(asked, sequence))
+        return sum(len(answer.tokens) for answer in answers), check_answers(self._path, answers)
 
     @staticmethod
     def _check_end(asked: Asked, sequence: RequestSequence) -> None:
@@ -341,17 +292,9 @@ class Walk:
             assert sequence.finish_reason == "abort"
 
 
-def _difference(asked: Asked, sequence: RequestSequence, expected: torch.Tensor) -> float:
-    """By how much the log-probabilities of an output differ at most from the ``expected`` ones [tokens, vocabulary] of
-    its text. Of a greedy output, each token has to be the likeliest one."""
-    start, output = len(asked.request.prompt_token_ids), sequence.output_token_ids.tolist()
-    rows = expected[start - 1 : start - 1 + len(output)]
-    found = rows.gather(1, torch.tensor(output)[:, None])[:, 0]
-    told = asked.logprobs[sequence]
-    name = f"{asked.request.request_id} [{sequence.index}] behind {start} tokens"
+def _answer(asked: Asked, sequence: RequestSequence) -> Answer:
+    request, told = asked.request, asked.logprobs[sequence]
+    name, output = f"{request.request_id} [{sequence.index}]", sequence.output_token_ids.tolist()
     assert [token for token, _ in told] == output, name
-    if not asked.request.params.sampling.temperature:
-        assert (found >= rows.max(-1).values - CLOSE).all(), f"{name}: {output} instead of {rows.argmax(-1).tolist()}"
-    most = float((torch.tensor([logprob for _, logprob in told]) - found).abs().max())
-    assert most < CLOSE, f"{name}: a log-probability differs by {most}"
-    return most
+    logprobs = [logprob for _, logprob in told]
+    return Answer(name, tuple(request.prompt_token_ids), output, logprobs, not request.params.sampling.temperature)

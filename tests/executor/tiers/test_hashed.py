@@ -88,17 +88,20 @@ class Executor:
 
 
 class Slow(DiskTier):
-    """A disk that does nothing while ``gate`` is not set."""
+    """A disk that does nothing while ``gate`` is not set. ``reads`` and ``writes`` are set when a call has come."""
 
     def __init__(self, gate: threading.Event, folder: Path, content: str, bytes_per_block: int, size: int) -> None:
         super().__init__(folder, content, bytes_per_block, size)
         self.gate = gate
+        self.reads, self.writes = threading.Event(), threading.Event()
 
     def load(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        self.reads.set()
         assert self.gate.wait(20)
         return super().load(names, rows)
 
     def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+        self.writes.set()
         assert self.gate.wait(20)
         return super().store(names, rows)
 
@@ -179,6 +182,26 @@ def test_after_a_reset_nothing_is_written_or_told(executors: list[Executor]) -> 
     assert one.bad() == []
     assert [one.holds(0), one.holds(1)] == [0.0, 7.0]
     assert one.told.empty()
+
+
+def test_reads_and_writes_that_have_begun_end_before_what_they_use(
+    executors: list[Executor], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = executors
+    old, new = prefix("a", 2), prefix("b", 2)
+    one.write(1, [7, 8], old)
+    assert one.bad() == []
+    one.gate.clear()
+    one.write(2, [5], new[:1])
+    one.write(3, [6], new[1:])
+    one.load(4, [0], old[:1])
+    assert one.disk.reads.wait(10)
+    assert one.disk.writes.wait(10)
+    threading.Timer(0.3, one.gate.set).start()
+    one.copier.close()
+    assert other.disk.contains(new) == [True, False], "the second one had not begun"
+    assert one.holds(0) == 0.0, "the copies were void"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_how_much_of_a_prefix_is_there(executors: list[Executor]) -> None:

@@ -1,5 +1,6 @@
 """Storage in a server that speaks the Redis protocol: one in Python always, and the real one where it is installed."""
 
+import queue
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ import redis
 from pagewise_executor.tiers import redis as redis_module
 from pagewise_executor.tiers.redis import RedisTier
 from pagewise_shared import start_checks
+from pagewise_shared.block_hash import root_hash
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import REDIS, Copied, Found, LookUp, pack_int32s
 
 from benchmarks.processes import free_port
 from tests.executor.tiers.look_ups import check_look_ups
@@ -130,6 +133,27 @@ def test_a_server_that_does_not_answer_is_asked_once_in_a_while(
             assert store.contains(prefix("a", 2)) == [False, False]
         assert time.monotonic() - began < 2.0
         assert store.num_errors == 1
+
+
+def test_a_question_ends_before_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(start_checks, "_ANSWER_SECONDS", 0.4)
+    port = free_port()
+    stop = start_fake(tmp_path, port)
+    store = open_store(f"redis://127.0.0.1:{port}/0")
+    stop()
+    store._client.connection_pool.disconnect()
+    found: queue.SimpleQueue[Copied | Found] = queue.SimpleQueue()
+    store.report = found.put
+    with socket.create_server(("127.0.0.1", port)) as server:
+        store.look_up(LookUp(1, 5, REDIS, root_hash("model"), pack_int32s(range(8))), 4)
+        connection, _ = server.accept()
+        with connection:
+            store.close()
+            assert found.get(timeout=10) == Found(1, 5, 0)
+    assert store.num_errors == 1
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 @real_only

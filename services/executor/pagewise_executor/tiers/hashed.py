@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 32 * 2**20
 """About how much is read before it is written to the device."""
 _SCRATCH_BLOCKS = 8
+_END_SECONDS = 3.0
+"""The most that ``close`` waits for work that has begun: longer than a store takes to answer, or is given up."""
 
 
 def _hash_of(text: str) -> BlockHash:
@@ -53,6 +55,7 @@ class HashedTier(FarTier, ABC):
         self.name, self.bytes_per_block, self.identity = name, bytes_per_block, identity
         self._complaints = BoundedLog(log)
         self._inboxes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._threads: list[threading.Thread] = []
 
     @abstractmethod
     def contains(self, names: Sequence[BlockName]) -> list[bool]:
@@ -79,7 +82,9 @@ class HashedTier(FarTier, ABC):
     def _enqueue(self, kind: str, work: Callable[[], None]) -> None:
         if kind not in self._inboxes:  # by the one thread that asks for work of this kind
             inbox = self._inboxes[kind] = queue.SimpleQueue()
-            threading.Thread(target=_run, args=(inbox,), name=f"{kind} {self.name}", daemon=True).start()
+            thread = threading.Thread(target=_run, args=(inbox,), name=f"{kind} {self.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
         self._inboxes[kind].put(work)
 
     def _do(self, job: FarJob, work: Callable[[], None]) -> None:
@@ -132,10 +137,17 @@ class HashedTier(FarTier, ABC):
         return list(numbers), [BlockName(_hash_of(f"scratch {number}"), SCRATCH) for number in numbers]
 
     def close(self) -> None:
-        """Void all jobs and end all threads, once they return."""
+        """Void all jobs and end all threads.
+
+        Work that has begun is finished, because subclasses then release what it uses. But a disk may hang: threads that
+        take longer end by themselves.
+        """
         self.reset(0, keep=True)
         for inbox in self._inboxes.values():
             inbox.put(None)
+        until = time.monotonic() + _END_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
 
     def failed(self, text: str, *values: object) -> None:
         """Log and count a read or a write that has failed."""
