@@ -243,11 +243,15 @@ class Walk:
             self._end(asked)
 
     def _disturb(self) -> None:
-        """Let an executor lose its scheduler, its memory too, or a step."""
+        """Let an executor lose its scheduler, its memory too, or a step, or preempt a sequence."""
         member = self._rng.choice(self.members)
-        kind = self._rng.choice(("fails", "restarts", "forgets"))
+        kind = self._rng.choice(("fails", "restarts", "forgets", "preempts"))
         if kind == "fails":
             member.fail()
+            return
+        if kind == "preempts":
+            if running := member.scheduler.running:
+                member.scheduler.preempt(self._rng.choice(running), "the walk takes its blocks")
             return
         moved = member.lose()
         for other in self.members:
