@@ -28,7 +28,12 @@ def add_declared(table: BlockTable, begin: int, places: Sequence[int], groups: S
         if not near:
             insort(due, depth)
             added.append(depth * size)
-        elif depth == depths[-1] and near == due[-1:] != [depth] and not all(group.margin for group in groups):
+        elif (
+            depth == depths[-1]
+            and near == due[-1:]
+            and due[-1] in table.tails
+            and not all(one.margin for one in groups)
+        ):
             table.tails[depth] = table.tails.pop(due[-1]) + due[-1] - depth
             due[-1] = depth
     for one in table.windows:
