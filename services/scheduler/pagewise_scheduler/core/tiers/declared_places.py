@@ -22,6 +22,7 @@ def add_declared(table: BlockTable, begin: int, places: Sequence[int], groups: S
     the prompt's end, if both are near each other: the client knows better. Others that are near are left out.
     """
     size, due, added = table.block_size, table.due, list[int]()
+    has_states = any(not group.margin for group in groups)
     depths, least = sorted({place // size for place in places}), -(-LEAST_TOKENS // size)
     for depth in (depth for depth in reversed(depths) if depth - begin >= least):
         near = [one for one in due if abs(one - depth) < least]
