@@ -29,12 +29,7 @@ def add_declared(table: BlockTable, begin: int, places: Sequence[int], groups: S
         if not near:
             insort(due, depth)
             added.append(depth * size)
-        elif (
-            depth == depths[-1]
-            and near == due[-1:]
-            and due[-1] in table.tails
-            and not all(one.margin for one in groups)
-        ):
+        elif has_states and depth == depths[-1] and near == due[-1:] and due[-1] in table.tails:
             table.tails[depth] = table.tails.pop(due[-1]) + due[-1] - depth
             due[-1] = depth
     for one in table.windows:
