@@ -22,13 +22,14 @@ def add_declared(table: BlockTable, begin: int, places: Sequence[int], groups: S
     the prompt's end, if both are near each other: the client knows better. Others that are near are left out.
     """
     size, due, added = table.block_size, table.due, list[int]()
+    has_states = any(not group.margin for group in groups)
     depths, least = sorted({place // size for place in places}), -(-LEAST_TOKENS // size)
     for depth in (depth for depth in reversed(depths) if depth - begin >= least):
         near = [one for one in due if abs(one - depth) < least]
         if not near:
             insort(due, depth)
             added.append(depth * size)
-        elif depth == depths[-1] and near == due[-1:] != [depth] and not all(group.margin for group in groups):
+        elif has_states and depth == depths[-1] and near == due[-1:] and due[-1] in table.tails:
             table.tails[depth] = table.tails.pop(due[-1]) + due[-1] - depth
             due[-1] = depth
     for one in table.windows:
