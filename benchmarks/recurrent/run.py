@@ -190,8 +190,7 @@ def compare(family: str, rounds: int, batches: list[int]) -> list[dict[str, Any]
 
 
 def main() -> None:
-    parser = parser_of(__doc__, FAMILIES, MOST)
-    args = parser.parse_args()
+    args = parser_of(__doc__, FAMILIES, MOST).parse_args()
     torch.set_num_threads(args.threads)
     rows = []
     for family in args.families:

@@ -107,5 +107,7 @@ MOST_SPILLED = {"3.6": 144, "3.7": 144, "3.9": 96}
 KV in registers, and of prefills with seven query heads per KV head."""
 MOST_SPILLED_SPECIALISED = 208
 """The same of prefill by specialised warps with seven query heads per KV head, whose rows are divided by it."""
+MOST_SPILLED_PREPARED = 576
+"""The same of chunks of gated delta nets before Hopper, where both operands of a product are in registers."""
 MOST_RELOADED = {"3.6": 22, "3.7": 22, "3.9": 30}
 """Reads of spilled registers in the loops of its consumers, of 1,460 instructions."""

@@ -10,7 +10,14 @@ import pytest
 import triton
 
 from benchmarks.compile.machine_code import innermost_loops, too_early
-from tests.kernels.bars import BARS, MOST_RELOADED, MOST_SPILLED, MOST_SPILLED_SPECIALISED, Bars
+from tests.kernels.bars import (
+    BARS,
+    MOST_RELOADED,
+    MOST_SPILLED,
+    MOST_SPILLED_PREPARED,
+    MOST_SPILLED_SPECIALISED,
+    Bars,
+)
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 SHARED_BYTES_OF_ALL = {80: 164 * 1024, 90: 228 * 1024}
@@ -65,6 +72,8 @@ def test_kernels_compile_without_a_gpu(target: int, without: tuple[str, ...]) ->
         name = f"{kernel['case']}: {kernel['kernel']}"
         specialised = kernel["kernel"] == "specialised_prefill_kernel"
         most = MOST_SPILLED_SPECIALISED if specialised else MOST_SPILLED.get(VERSION, max(MOST_SPILLED.values()))
+        if kernel["kernel"] == "prepare_kernel" and target < 90:
+            most = MOST_SPILLED_PREPARED
         assert int(str(kernel["spilled"])) <= most, name
         assert int(str(kernel["shared"])) <= SHARED_BYTES[target], name
         assert int(str(kernel["imprecise"])) <= MOST_IMPRECISE, name
