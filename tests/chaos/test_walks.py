@@ -27,9 +27,7 @@ SCHEDULER_OPTIONS = (
     *("--executor-timeout=3", "--step-timeout=10", "--gateway-timeout=3"),
     *("--max-num-batched-tokens=64", "--recovery=swap"),
 )
-EXECUTOR_OPTIONS = (
-    *("--num-blocks=60", "--block-size=8", "--host-memory=1MiB", "--verify-copies", "--dtype=float32", "--threads=1"),
-)
+EXECUTOR_OPTIONS = ("--num-blocks=40", "--block-size=8", "--host-memory=1MiB", "--verify-copies", "--dtype=float32")
 NUM_EXECUTORS = 2
 EVENTS = ("snapshots_taken", "snapshots_used", "evicted", "demoted", "loaded", "fetched", "corrupt")
 
@@ -86,27 +84,24 @@ class Walk:
         self.counts = Counter[str]()
 
     async def run(self, num_requests: int, disturbances: list[Kind]) -> None:
-        """Ask, disturb at random moments, and see all requests to their end."""
-        rng, room = self._rng, asyncio.Semaphore(MOST_LIVE)
-        moments = dict(
-            zip(rng.sample(range(num_requests // 8, num_requests // 2), len(disturbances)), disturbances, strict=True)
-        )
+        """Ask, with as many requests around each disturbance, and see all of them to their end."""
+        room, share = asyncio.Semaphore(MOST_LIVE), num_requests // len(disturbances)
         async with client_of(self._cluster.url) as client, asyncio.TaskGroup() as tasks:
-            disturbed = tasks.create_task(asyncio.sleep(0))
-            for number in range(num_requests):
-                await room.acquire()
-                task = tasks.create_task(self._ask(client, self._request(number)))
-                task.add_done_callback(lambda _: room.release())
-                if number in moments:
-                    await disturbed
-                    await asyncio.to_thread(self._cluster.wait_ready, NUM_EXECUTORS)
-                    disturbed = tasks.create_task(self._disturb(moments[number]))
+            for kind in disturbances:
+                await asyncio.to_thread(self._cluster.wait_ready, NUM_EXECUTORS)
+                moment = len(self.asked) + self._rng.randrange(4, share)
+                disturbed = tasks.create_task(self._disturb(kind, moment))
+                for _ in range(share):
+                    await room.acquire()
+                    task = tasks.create_task(self._ask(client, self._request()))
+                    task.add_done_callback(lambda _: room.release())
+                await disturbed
         await asyncio.to_thread(self._cluster.wait_ready, NUM_EXECUTORS)
         assert await settled(self._cluster) == []
         self._count()
 
-    def _request(self, number: int) -> Asked:
-        rng = self._rng
+    def _request(self) -> Asked:
+        rng, number = self._rng, len(self.asked)
         body = {
             "max_tokens": rng.randrange(1, rng.choice((8, MOST_OUTPUT))),
             "temperature": 0 if rng.random() < 0.6 else 1,
@@ -154,11 +149,11 @@ class Walk:
             if choice.finish_reason is not None:
                 asked.reasons[choice.index] = choice.finish_reason
 
-    async def _disturb(self, kind: Kind) -> None:
-        """Wait until all processes have work, and end one of them."""
-        cluster, asked = self._cluster, len(self.asked) + self._rng.randrange(4, 12)
-        while len(self.asked) < asked:
-            await asyncio.sleep(0.02)
+    async def _disturb(self, kind: Kind, moment: int) -> None:
+        """End a process once so many requests have been asked, and start another one."""
+        cluster = self._cluster
+        while len(self.asked) < moment:
+            await asyncio.sleep(0.01)
         match kind:
             case "kill scheduler":
                 self._count()
@@ -197,7 +192,8 @@ async def walk(family: str, folder: Path, num_requests: int, seed: int, disturba
         folder / "cluster",
         model=str(model),
         scheduler_options=SCHEDULER_OPTIONS,
-        executor_options=EXECUTOR_OPTIONS,
+        # Not /dev/shm: memory of killed executors would stay there.
+        executor_options=(*EXECUTOR_OPTIONS, f"--host-memory-dir={folder}"),
     )
     with running(cluster, NUM_EXECUTORS):
         walked = Walk(cluster, str(model), seed)

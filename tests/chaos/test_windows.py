@@ -83,8 +83,8 @@ async def test_tokens_and_hits_after_kills_and_drains(
         model=str(folder),
         scheduler_options=SCHEDULER_OPTIONS,
         executor_options=(
-            f"--num-blocks={num_blocks}", "--block-size=8", "--host-memory=2MiB", storage, "--dtype=float32",
-            "--threads=1",
+            f"--num-blocks={num_blocks}", "--block-size=8", "--host-memory=2MiB",
+            f"--host-memory-dir={tmp_path}", storage, "--dtype=float32",
         ),
     )  # fmt: skip
     with running(cluster, 2):
