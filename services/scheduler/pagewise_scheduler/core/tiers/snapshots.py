@@ -213,7 +213,7 @@ class SnapshotPool:
 
     def has_role(self, node: CachedBlock, role: int) -> None:
         """The snapshot of states behind a node, if there is one, has this role from now on, here and below."""
-        if (snapshot := self.at.get(node)) is not None:
+        if (snapshot := self.at.get(node)) is not None and snapshot.kind != role:
             snapshot.kind = role
             self._use(snapshot)
         if self.below is not None:

@@ -143,7 +143,7 @@ class StateGroup(WindowGroup):
                 continue
             if returned or role != known:
                 policy.lives(key, role, returned=returned)
-                self.has_role(node, role)
+            self.has_role(node, role)
 
     def take_snapshot(self, node: CachedBlock, table: WindowTable, place: int) -> None:
         """Keep the states behind ``node``, if the table has kept them. ``place``: see ``roles``."""
