@@ -16,9 +16,6 @@ from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _MOST_LEFT = 64
 """Blocks before the end of a prompt in which it may be left for the next one."""
-_NEAR, _AT_FIRST = 4, 0.4
-"""Until more is known, as many prompts as that are left at each of so many blocks before their end. Wherever that is,
-the snapshot before these blocks serves. And a junction so near behind it gets none of its own."""
 _MOST_COUNTED = 512.0
 """Prompts that are counted before their number is halved."""
 
@@ -27,8 +24,9 @@ class SnapshotPlaces:
     """Chooses places by what was seen of earlier prompts."""
 
     def __init__(self) -> None:
-        # By number of blocks: prompts that were left so many blocks before their end. At first, a few near it.
-        self._left = [*[_AT_FIRST] * (_NEAR + 1), *[0.0] * (_MOST_LEFT - _NEAR - 1)]
+        # By number of blocks: prompts that were left so many blocks before their end. At first, as if templates had
+        # changed in four of eight.
+        self._left = [4.0, 4.0, *[0.0] * (_MOST_LEFT - 2)]
 
     def choose(
         self, table: BlockTable, prefix: CachedPrefix, begin: int, num_blocks: int, groups: Sequence[WindowGroup]
@@ -42,8 +40,7 @@ class SnapshotPlaces:
             end -= self._before_end(end - begin)
         due = [begin] if begin and any(not one.blocks for one in prefix.windows) else []
         table.tails = {depth: num_blocks - depth for depth in (*due, end)}
-        least = begin + (_NEAR if begin and states is not None else 0)
-        if least < junction < end - min(group.margin for group in groups):
+        if begin < junction < end - min(group.margin for group in groups):
             due.append(junction)
         table.due = [*due, end] if begin < end else due
 
