@@ -43,9 +43,9 @@ _WIDTHS = [end - begin for begin, end in zip([0.0, *_BOUNDS], _BOUNDS, strict=Fa
 _PRIOR_RATES, _PRIOR_WEIGHT = [0.15, *[0.05] * (_SPANS - 1)], 1.0
 """Where nothing is known, one in twenty of the prefixes that reach a span is used again in it, three times as many in
 the first, which is that much longer. As spans grow, an older prefix is worth less than a younger one: that is LRU."""
-_ALIKE = ((1, NUM_BLOCK_CLASSES, 4.0), (NUM_BLOCK_CLASSES, FIRST_KNOWN, 16.0), (FIRST_KNOWN, NUM_CLASSES, 16.0))
+_ALIKE = ((0, NUM_BLOCK_CLASSES, 4.0), (NUM_BLOCK_CLASSES, FIRST_KNOWN, 16.0), (FIRST_KNOWN, NUM_CLASSES, 16.0))
 """Classes of blocks, of new snapshots, and of others, up to the second number: how often all of them return says
-something of each, as much as so many of its own. Class 0 has the prefixes that were used again, or forgotten."""
+something of each, as much as so many of its own."""
 _ANNOUNCED, _MOST_ANNOUNCED = 4.0, 0.5
 """Until more is known of a class whose return is announced, it returns so many times as often as all classes do, but
 not in more than half of all cases. If clients announce returns that do not happen, their classes get a low value."""
@@ -170,6 +170,7 @@ class UseHistory:
         """Count the prefixes that have reached each span, and compute the densities of blocks from that."""
         self._forget()
         self._count_reached()
+        self._reached[0] = [0.0] * _SPANS  # prefixes that were used again, or forgotten
         for first, end, weight in _ALIKE:
             reached, returned = self._reached[first:end], self._returned[first:end]
             common = [
