@@ -47,7 +47,7 @@ def test_a_role_says_what_has_become_of_a_snapshot(place: int) -> None:
     assert role_after(over, begun=True) == once
     assert {role_after(often, begun=begun) for begun in (False, True)} == {often}
     assert all(role_after(one, begun=False) == one == role_at_end(one, TOOL_CALL) for one in (over, once, often))
-    assert FIRST_KNOWN <= min(over, once, often) and max(over, once, often) < NUM_CLASSES  # noqa: PT018
+    assert min(over, once, often) >= FIRST_KNOWN and max(over, once, often) < NUM_CLASSES  # noqa: PT018
 
 
 def test_roles_that_return_are_worth_more_than_others() -> None:
