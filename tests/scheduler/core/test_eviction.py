@@ -20,6 +20,7 @@ from pagewise_scheduler.core.memory.eviction import (
     ending,
 )
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
+from pagewise_scheduler.core.memory.roles import NUM_CLASSES
 from pagewise_scheduler.core.memory.use_history import UseHistory
 
 from tests.scheduler.core.builders import create_request, create_scheduler
@@ -70,7 +71,7 @@ def test_a_life_table_says_who_reached_an_age_and_who_was_used_in_it(uses: list[
         else:
             tables.used([known[use]])
     history._learn()
-    for kind in range(1, use_history._NUM_CLASSES):
+    for kind in range(1, NUM_CLASSES):
         assert (history._reached[kind], history._returned[kind]) == tables.of(kind)
 
 

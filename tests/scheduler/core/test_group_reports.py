@@ -108,7 +108,8 @@ def test_snapshots_that_go_down_and_come_back_are_counted() -> None:
     for prompt in others(4):
         serve(scheduler, executor, prompt)
     assert counters.snapshots_demoted >= 2
-    assert counters.snapshots_loaded == counters.snapshots_unused == 0
+    assert counters.snapshots_loaded == 0
+    assert counters.snapshots_demoted + counters.snapshots_unused <= counters.snapshots_taken
     host = memory_report("e", scheduler, 1.0, 100).tiers["host"]
     assert host.used == sum(one.in_use + one.cached for one in host.groups)
     assert 2 <= sum(one.snapshots for one in host.groups) <= counters.snapshots_demoted

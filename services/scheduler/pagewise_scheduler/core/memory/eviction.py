@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 PREEMPTED, TOOL_CALL, BATCH, RETAINED_MINUTES, RETAINED_HOURS, RETAINED_DAYS = range(7, 13)
 """Endings that predict the next use better than the length of the answer, which has lower numbers: see ``ending``."""
 NUM_ENDINGS = 13
+MOST_USES = 4
+"""Uses of a block that its class counts."""
+CLASSES_PER_USE = 2 * NUM_ENDINGS
+NUM_BLOCK_CLASSES = (MOST_USES + 1) * CLASSES_PER_USE
 
 _HOURS, _DAYS = 900.0, 4 * 3600.0
 """Seconds from which on a retention is one of hours, or of days."""
@@ -101,6 +105,15 @@ class EvictionPolicy(Protocol):
         """A sequence lets go of ``blocks``, in order; ``ending``: how this use of them ended."""
         ...
 
+    def role(self, key: int) -> int:
+        """The role that a snapshot has, or had when it was lost (see ``roles``); 0: none is remembered. ``key``: of the
+        snapshot."""
+        ...
+
+    def lives(self, key: int, role: int, *, returned: bool) -> None:
+        """A snapshot has a role from now on; ``returned``: because a sequence began with it, or would have done so."""
+        ...
+
 
 class LeastRecentlyUsed:
     """LRU: evicts by the tick of the last release. ``now``: the newest tick."""
@@ -133,6 +146,13 @@ class LeastRecentlyUsed:
 
     def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
         """Nothing to remember: the tick is the block's own."""
+
+    def role(self, key: int) -> int:
+        """None is remembered."""
+        return 0
+
+    def lives(self, key: int, role: int, *, returned: bool) -> None:
+        """Nothing to remember."""
 
 
 class CostAware:
@@ -178,6 +198,14 @@ class CostAware:
     def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
         """Count the return of blocks that were used before, and put each block into its class."""
         self._history.used(blocks, ending)
+
+    def role(self, key: int) -> int:
+        """As the history remembers it."""
+        return self._history.role(key)
+
+    def lives(self, key: int, role: int, *, returned: bool) -> None:
+        """Let the history count it."""
+        self._history.lives(key, role, returned=returned)
 
 
 def _never(block: object) -> None:

@@ -15,12 +15,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from math import log2
 
-from pagewise_scheduler.core.memory.eviction import BATCH, NUM_ENDINGS, PREEMPTED
+from pagewise_scheduler.core.memory.eviction import (
+    BATCH,
+    CLASSES_PER_USE,
+    MOST_USES,
+    NUM_BLOCK_CLASSES,
+    NUM_ENDINGS,
+    PREEMPTED,
+)
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
+from pagewise_scheduler.core.memory.roles import FIRST_KNOWN, NUM_CLASSES
 
-_MOST_USES = 4
-_PER_USE = 2 * NUM_ENDINGS
-_NUM_CLASSES = (_MOST_USES + 1) * _PER_USE
 _STRIDE = 16
 _LEAST_REMEMBERED, _REMEMBERED_PER_BLOCK, _MOST_REMEMBERED = 1 << 12, 4, 1 << 18
 """How many prefixes are remembered; each takes about 160 bytes."""
@@ -38,8 +43,9 @@ _WIDTHS = [end - begin for begin, end in zip([0.0, *_BOUNDS], _BOUNDS, strict=Fa
 _PRIOR_RATES, _PRIOR_WEIGHT = [0.15, *[0.05] * (_SPANS - 1)], 1.0
 """Where nothing is known, one in twenty of the prefixes that reach a span is used again in it, three times as many in
 the first, which is that much longer. As spans grow, an older prefix is worth less than a younger one: that is LRU."""
-_CLASS_WEIGHT = 4.0
-"""The number of a class's prefixes that weighs as much as the counts of all classes."""
+_ALIKE = ((0, NUM_BLOCK_CLASSES, 4.0), (NUM_BLOCK_CLASSES, FIRST_KNOWN, 16.0), (FIRST_KNOWN, NUM_CLASSES, 16.0))
+"""Classes of blocks, of new snapshots, and of others, up to the second number: how often all of them return says
+something of each, as much as so many of its own."""
 _ANNOUNCED, _MOST_ANNOUNCED = 4.0, 0.5
 """Until more is known of a class whose return is announced, it returns so many times as often as all classes do, but
 not in more than half of all cases. If clients announce returns that do not happen, their classes get a low value."""
@@ -74,11 +80,11 @@ class UseHistory:
         self._times, self._classes = array("q"), bytearray()
         # By class and span: the prefixes that have reached the span unused, and the ones among them that were used
         # again in it. Uses before the number in ``_counted`` have been asked whether their prefix reaches the span.
-        self._reached = [[0.0] * _SPANS for _ in range(_NUM_CLASSES)]
-        self._returned = [[0.0] * _SPANS for _ in range(_NUM_CLASSES)]
+        self._reached = [[0.0] * _SPANS for _ in range(NUM_CLASSES)]
+        self._returned = [[0.0] * _SPANS for _ in range(NUM_CLASSES)]
         self._counted = [0] * _SPANS
         densities = [_densities(rates) for rates in _expected(_PRIOR_RATES)]
-        self._densities = [densities[_is_announced(kind)] for kind in range(_NUM_CLASSES)]
+        self._densities = [densities[_is_announced(kind)] for kind in range(NUM_CLASSES)]
         self._num_uses = self._halved = 0
         self._next_lesson = 1
 
@@ -119,23 +125,34 @@ class UseHistory:
             before = block.kind or remembered
             if not block.kind:
                 self.now += 1
-            uses = min(before // _PER_USE + 1, _MOST_USES)
-            block.kind = uses * _PER_USE + (uses == 1 and parent_uses > 1) * NUM_ENDINGS + ending
+            uses = min(before // CLASSES_PER_USE + 1, MOST_USES)
+            block.kind = uses * CLASSES_PER_USE + (uses == 1 and parent_uses > 1) * NUM_ENDINGS + ending
             parent_uses = uses
             if counted:
                 self._remember(key, block.kind)
         if self._num_uses >= self._next_lesson:
             self._learn()
 
-    def _recall(self, key: int) -> int:
-        """Count the return of a prefix; returns its class, 0 if it is not remembered."""
+    def role(self, key: int) -> int:
+        """The role of a snapshot, or 0, as ``EvictionPolicy`` describes."""
+        use = self._remembered.get(key, -1)
+        return self._classes[use - self._first] if use >= 0 else 0
+
+    def lives(self, key: int, role: int, *, returned: bool) -> None:
+        """Let a snapshot have a role, as ``EvictionPolicy`` describes."""
+        self._recall(key, returned=returned)
+        self._remember(key, role)
+
+    def _recall(self, key: int, *, returned: bool = True) -> int:
+        """Count the return of a prefix, or that it is not waited for any more; returns its class, 0 if it is not
+        remembered."""
         use = self._remembered.pop(key, -1)
         if use < 0:
             return 0
         place = use - self._first
         kind, span = self._classes[place], _span(self.now - self._times[place])
         self._classes[place] = 0
-        self._returned[kind][span] += 1.0
+        self._returned[kind][span] += returned
         reached, counted = self._reached[kind], self._counted
         while span and counted[span] <= use:
             reached[span] += 1.0
@@ -153,21 +170,23 @@ class UseHistory:
         """Count the prefixes that have reached each span, and compute the densities of blocks from that."""
         self._forget()
         self._count_reached()
-        reached, returned = self._reached[1:], self._returned[1:]  # without prefixes that were used again, or forgotten
-        common = [
-            (sum(back) + _PRIOR_WEIGHT * rate) / (sum(all_) + _PRIOR_WEIGHT)
-            for all_, back, rate in zip(
-                zip(*reached, strict=True), zip(*returned, strict=True), _PRIOR_RATES, strict=True
-            )
-        ]
-        before, densities = _expected(common), [_densities(rates) for rates in _expected(common)]
-        self._densities = [densities[_is_announced(kind)] for kind in range(_NUM_CLASSES)]
-        for kind, (all_, back) in enumerate(zip(self._reached, self._returned, strict=True)):
-            if kind and all_[0]:
-                rates = zip(all_, back, before[_is_announced(kind)], strict=True)
-                self._densities[kind] = _densities(
-                    [(one_back + _CLASS_WEIGHT * rate) / (one + _CLASS_WEIGHT) for one, one_back, rate in rates]
+        self._reached[0] = [0.0] * _SPANS  # prefixes that were used again, or forgotten
+        for first, end, weight in _ALIKE:
+            reached, returned = self._reached[first:end], self._returned[first:end]
+            common = [
+                (sum(back) + _PRIOR_WEIGHT * rate) / (sum(all_) + _PRIOR_WEIGHT)
+                for all_, back, rate in zip(
+                    zip(*reached, strict=True), zip(*returned, strict=True), _PRIOR_RATES, strict=True
                 )
+            ]
+            before, densities = _expected(common), [_densities(rates) for rates in _expected(common)]
+            for kind, all_, back in zip(range(first, end), reached, returned, strict=True):
+                self._densities[kind] = densities[_is_announced(kind)]
+                if all_[0]:
+                    rates = zip(all_, back, before[_is_announced(kind)], strict=True)
+                    self._densities[kind] = _densities(
+                        [(one_back + weight * rate) / (one + weight) for one, one_back, rate in rates]
+                    )
         self._next_lesson = self._num_uses + min(self._num_uses, _MOST_BETWEEN_LESSONS)
 
     def _count_reached(self) -> None:
@@ -201,7 +220,7 @@ class UseHistory:
 
 def _is_announced(kind: int) -> bool:
     """Whether a class is one of prefixes whose next use is announced."""
-    return kind % NUM_ENDINGS >= PREEMPTED and kind % NUM_ENDINGS != BATCH
+    return kind < NUM_BLOCK_CLASSES and kind % NUM_ENDINGS >= PREEMPTED and kind % NUM_ENDINGS != BATCH
 
 
 def _expected(rates: list[float]) -> tuple[list[float], list[float]]:

@@ -11,6 +11,7 @@ from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
+from pagewise_scheduler.core.memory.roles import ANSWER, JUNCTION, PROMPT
 from pagewise_scheduler.core.tiers.arena import Arena, ArenaShape, SharedBlockPool, SharedHostTier
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.declared_places import add_declared
@@ -356,7 +357,7 @@ class GroupedKVCacheManager(KVCacheManager):
             depth = table.due.pop(0)
             node = next(one for one in ancestors(table.last_node) if one.depth == depth)
             for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(node, one)
+                group.take_snapshot(node, one, PROMPT if depth in table.tails else JUNCTION)
                 if depth in table.tails and (snapshot := group.at.get(node)) is not None:
                     snapshot.tail = table.tails[depth]
 
@@ -364,7 +365,7 @@ class GroupedKVCacheManager(KVCacheManager):
         """Keep the windows at the end of the table's full blocks, so that others can begin behind them."""
         if table.last_node is not None and table.last_node.depth:
             for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(table.last_node, one)
+                group.take_snapshot(table.last_node, one, ANSWER)
 
     # ---- growing and letting go ----------------------------------------------------------------------
 
@@ -383,6 +384,8 @@ class GroupedKVCacheManager(KVCacheManager):
     def _free_windows(self, table: BlockTable, in_flight_step: int | None) -> None:
         self.take_snapshots(table)
         for group, one in zip(self.windows, table.windows, strict=True):
+            if isinstance(group, StateGroup):
+                group.ended(table)
             group.drop(one.blocks, in_flight_step)
             one.clear()
         table.due = []

@@ -16,9 +16,11 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.core.memory.eviction import NEAREST, EvictionPolicy, EvictionQueue
+from pagewise_scheduler.core.memory.eviction import NEAREST, NUM_BLOCK_CLASSES, EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, ancestors
+from pagewise_scheduler.core.memory.roles import JUNCTION, new_role
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape, per_page
+from pagewise_scheduler.core.tiers.state_queue import StateQueue
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 
 MARGIN = 64
@@ -31,16 +33,22 @@ class Snapshot:
     ``points``: the nodes behind which a sequence can begin with it, ``node`` first. ``kind``, ``last_used``: as of
     ``CachedBlock``. ``since``: the depth of the snapshot before it on the way from the root, from which on everything
     would be computed again without this one. ``was_used``: some sequence has begun with it. ``tail``: the blocks from
-    it to the end of the prompt that took it; None: that took it elsewhere than near its end.
+    it to the end of the prompt that took it; None: that took it elsewhere than near its end. ``entry``, ``looked``,
+    ``before``: of states, see ``StateQueue``.
     """
 
-    __slots__ = ("blocks", "first", "kind", "last_used", "node", "points", "since", "tail", "was_used")
+    __slots__ = (
+        "before", "blocks", "entry", "first", "kind", "last_used", "looked", "node", "points", "since", "tail",
+        "was_used",
+    )  # fmt: skip
 
     def __init__(self, points: list[CachedBlock], first: int, blocks: list[int], since: int) -> None:
         self.node, self.points, self.first, self.blocks, self.since = points[0], points, first, blocks, since
         self.kind = self.node.kind
         self.last_used, self.was_used = 0, False
         self.tail: int | None = None
+        self.entry = self.looked = 0
+        self.before: CachedBlock | None = None
 
 
 class _SnapshotValues:
@@ -86,7 +94,7 @@ class SnapshotPool:
     ) -> None:
         self.changed = changed
         self.number, self.tier, self.block_size, self.below = number, tier, block_size, below
-        self.window, self.pages_per_block, self.chunked, _ = shape
+        self.window, self.pages_per_block, self.chunked, self.has_states = shape
         self.num_blocks = self.num_unmapped = arena.num_pages // self.pages_per_block
         self.evicted: Callable[[Snapshot, SnapshotPool, list[BlockCopy]], None] | None = None
         self.at: dict[CachedBlock, Snapshot] = {}
@@ -96,7 +104,11 @@ class SnapshotPool:
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self.num_cached = 0
         self._values = _SnapshotValues(policy)
-        self._queue = EvictionQueue[Snapshot](self._values, self._rank)
+        self._queue: EvictionQueue[Snapshot] | StateQueue = EvictionQueue(self._values, self._rank)
+        if self.has_states:
+            self._queue = StateQueue(policy, self.at, {}, arena, self.pages_per_block)
+        if below is not None and isinstance(below._queue, StateQueue):
+            below._queue.above = self.at
         # Below the device: the block that holds a node's tokens, and the node of each block.
         self._block_of: dict[CachedBlock, int] = {}
         self._node_of: dict[int, CachedBlock] = {}
@@ -199,16 +211,28 @@ class SnapshotPool:
             snapshot.was_used = True
             self._use(snapshot)
 
-    def _add(self, snapshot: Snapshot) -> None:
+    def has_role(self, node: CachedBlock, role: int) -> None:
+        """The snapshot of states behind a node, if there is one, has this role from now on, here and below."""
+        if (snapshot := self.at.get(node)) is not None and snapshot.kind != role:
+            snapshot.kind = role
+            self._use(snapshot)
+        if self.below is not None:
+            self.below.has_role(node, role)
+
+    def _add(self, snapshot: Snapshot, last_used: int | None = None) -> None:
         self.at |= dict.fromkeys(snapshot.points, snapshot)
+        if self.has_states and snapshot.kind < NUM_BLOCK_CLASSES:
+            snapshot.kind = new_role(JUNCTION)
         for block in snapshot.blocks:
             self._snapshots[block] += 1
-        self._use(snapshot)
+        self._use(snapshot, last_used)
         for node in snapshot.points:
             self.changed(node)
 
-    def _use(self, snapshot: Snapshot) -> None:
-        snapshot.last_used, snapshot.kind = self._policy.tick(), snapshot.node.kind
+    def _use(self, snapshot: Snapshot, last_used: int | None = None) -> None:
+        snapshot.last_used = self._policy.tick() if last_used is None else last_used
+        if not self.has_states:
+            snapshot.kind = snapshot.node.kind
         self._queue.push(snapshot, NEAREST)
         self._queue.shrink(len(self.at))
 
@@ -218,8 +242,11 @@ class SnapshotPool:
             snapshot.points.remove(node)
             if not snapshot.points:
                 self._drop_snapshot(snapshot)
+                if self.below is None or node not in self.below.at:
+                    self._counters.snapshots_unused += not snapshot.was_used
             elif node is snapshot.node:
                 snapshot.node = snapshot.points[0]
+            self.changed(node)
 
     def spoilt(self, node: CachedBlock) -> None:
         """A block of the snapshot at ``node`` has the wrong content."""
@@ -293,6 +320,8 @@ class SnapshotPool:
         snapshot = self._queue.peek() if self.num_cached else None
         if snapshot is None:
             return None
+        if isinstance(self._queue, StateQueue):
+            return self._queue.value(snapshot)
         pages = self.pages_per_block * max(1, len(snapshot.blocks))
         pages += self._arena.members[0].pages_per_block * (snapshot.node.depth - snapshot.since)
         return per_page(self._policy, self._values.value(snapshot), pages)
@@ -316,6 +345,8 @@ class SnapshotPool:
             self.evicted(snapshot, self, copies)
         if snapshot.points:  # else room was made below for it by blocks of its path
             self._drop_snapshot(snapshot)
+            if not kept and isinstance(self._queue, StateQueue):
+                self._queue.bequeath(snapshot)
         return True
 
     def take_over(self, snapshot: Snapshot, source: int, copies: list[BlockCopy]) -> bool:
@@ -346,7 +377,9 @@ class SnapshotPool:
             points = [point for point in snapshot.points if point not in self.at]
             made = Snapshot(points, first, [self._block_of[one] for one in path], snapshot.since)
             made.was_used = snapshot.was_used
-            self._add(made)
+            if self.has_states:
+                made.kind = snapshot.kind
+            self._add(made, last_used=snapshot.last_used if self.has_states else None)
         self.release(known)
         return keeps
 

@@ -13,9 +13,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pagewise_scheduler.core.memory.block_table import StateTable, WindowTable
+from pagewise_scheduler.core.memory.block_table import BlockTable, StateTable, WindowTable
+from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS
+from pagewise_scheduler.core.memory.eviction_history import key_of, snapshot_key
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
-from pagewise_scheduler.core.tiers.snapshots import Snapshot
+from pagewise_scheduler.core.memory.roles import new_role, role_after, role_at_end
+from pagewise_scheduler.core.tiers.snapshots import Snapshot, nearest_pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
@@ -116,8 +119,26 @@ class StateGroup(WindowGroup):
         for index in reversed(gone):
             del table.blocks[index], table.tokens[index]
 
-    def take_snapshot(self, node: CachedBlock, table: WindowTable) -> None:
-        """Keep the states behind ``node``, if the table has kept them."""
+    def ended(self, table: BlockTable) -> None:
+        """A sequence has ended: the snapshots on its path have other roles from now on.
+
+        The last one that an earlier sequence took counts as begun with, even if it was lost meanwhile.
+        """
+        policy, is_last = self._policy, True
+        for node in ancestors(table.last_node) if policy.learns else ():
+            key, returned = snapshot_key(key_of(node), self.number), False
+            if known := policy.role(key):
+                role, returned, is_last = role_after(known, begun=is_last), is_last, False
+            elif (pool := nearest_pool(self, node)) is not None:
+                role = role_at_end(pool.at[node].kind, node.kind % NUM_ENDINGS)
+            else:
+                continue
+            if returned or role != known:
+                policy.lives(key, role, returned=returned)
+            self.has_role(node, role)
+
+    def take_snapshot(self, node: CachedBlock, table: WindowTable, place: int) -> None:
+        """Keep the states behind ``node``, if the table has kept them. ``place``: see ``roles``."""
         assert isinstance(table, StateTable)
         token = node.depth * self.block_size
         if node in self.at:
@@ -126,6 +147,7 @@ class StateGroup(WindowGroup):
         # If a step were planned behind ``stop``, it would write elsewhere.
         at = table.tokens.index(token) if token in table.tokens else -1
         if not table.loading and (at >= 0 or token == table.stop):
-            since = next((one.depth for one in ancestors(node.parent) if one in self.at), 0)
             self._counters.snapshots_taken += 1
-            self._add(Snapshot([node], node.depth - 1, [table.blocks[at]], since))
+            snapshot = Snapshot([node], node.depth - 1, [table.blocks[at]], 0)
+            snapshot.kind = new_role(place)
+            self._add(snapshot)

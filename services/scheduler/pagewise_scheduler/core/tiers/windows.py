@@ -138,7 +138,7 @@ class WindowGroup(SnapshotPool):
             self.num_retiring -= len(blocks)
             self.release(blocks)
 
-    def take_snapshot(self, node: CachedBlock, table: WindowTable) -> None:
+    def take_snapshot(self, node: CachedBlock, table: WindowTable, place: int) -> None:
         """Keep the window at the end of ``node``, if the table still has it.
 
         The windows at the nodes before it are kept too, up to ``MARGIN`` tokens and as far as the table has them.
