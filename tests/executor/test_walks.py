@@ -29,7 +29,7 @@ def walk(
     counts = sum((Counter(member.counts) for member in fleet), Counter[str]())
     print(f"{family}: {num_requests} requests, {num_tokens} tokens, logprobs differ by {difference:.1e}: {counts}")
     assert num_tokens > 5 * num_requests
-    assert counts["corrupt"] == counts["fetch_failed"] == 0
+    assert counts["corrupt"] == 0
     return counts
 
 
@@ -49,6 +49,6 @@ def test_conversations_at_length(seed: int, tmp_path: Path) -> None:
     members, disk = (2, True) if seed < 5 else (rng.choice((1, 1, 2)), rng.random() < 0.3)
     counts = walk(family, tmp_path, 1000, seed, members=members, disk=disk, host_memory=host_memory)
     assert min(counts[name] for name in ("preempted", "snapshots_used", "evicted", "hits")) > 0
-    assert counts["fetched"] > 0 or members == 1
+    assert counts["fetched"] > 0 or members == 1 or disk  # the disk has most blocks as well
     assert counts["recalled"] > 0 or not disk
     assert counts["loaded"] > 0 or host_memory is None

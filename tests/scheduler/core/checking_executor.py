@@ -229,6 +229,7 @@ class CheckingExecutor:
                 dict(enumerate(unpack_int32s(blocks).tolist(), first)) for first, blocks in new.windows
             ]
             self.rows[new.row].ends = [first + len(blocks) // 4 for first, blocks in new.windows]
+            self._check_windows(self.rows[new.row])
             for group, table in enumerate((new.blocks, *(held for _, held in new.windows))):
                 self._map(group, unpack_int32s(table))
             for group, (token, blocks) in enumerate(new.windows, 1):
@@ -496,6 +497,14 @@ class CheckingExecutor:
         if append:
             row.tokens.append(next_token(tuple(row.tokens)))
         return row.tokens[-1]
+
+    def _check_windows(self, row: Row) -> None:
+        """Check the blocks of a row that joins: an executor may name those whose tokens are computed in an inventory."""
+        for shape, held, table in zip(self.window_shapes, self.windowed, row.windows, strict=True):
+            for index, block in table.items() if not shape.state else ():
+                if (end := (index + 1) * self.block_size) <= row.computed:
+                    expected = row.root, tuple(row.tokens[:end])
+                    assert held[block][self.block_size - 1] == expected, "a window counts as computed before it is there"
 
     def _compute_windows(self, row: Row, position: int, *, drafted: bool) -> None:
         """Write a token into the windowed layers, and check that it finds the tokens that it sees. States of a draft
