@@ -61,13 +61,12 @@ def step_kernel(
             dt = tl.minimum(tl.maximum(dt, least), most)
         decay = tl.exp(tl.load(rate + head) * dt)
         if IS_DELTA:
-            shape: tl.constexpr = (KEY_PADDED, BLOCK)
+            state = tl.zeros((KEY_PADDED, BLOCK), tl.float32)
             rows, in_row, columns, in_column, width = keys, in_key, values, in_value, VALUE
         else:
-            shape: tl.constexpr = (BLOCK, KEY_PADDED)
+            state = tl.zeros((BLOCK, KEY_PADDED), tl.float32)
             rows, in_row, columns, in_column, width = values, in_value, keys, in_key, KEY
         of_head, mask = start + head * KEY * VALUE, in_row[:, None] & in_column[None, :]
-        state = tl.zeros(shape, tl.float32)
         if read >= 0:
             pages = tables + read.to(tl.int64) * PAGES
             at = matrix_at(pages, of_head, rows, in_row, columns, in_column, width, PAGE, WHOLE_ROWS)

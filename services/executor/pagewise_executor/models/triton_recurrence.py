@@ -95,7 +95,7 @@ def kernels_of(plain: PlainRecurrence, device: torch.device) -> Recurrence | Sho
     Raises:
         ValueError: they do not compute its shapes.
     """
-    moved = {
+    moved: dict[str, Any] = {
         field.name: one.detach().to(device)
         for field in fields(plain.weights)
         if isinstance(one := getattr(plain.weights, field.name), torch.Tensor)
