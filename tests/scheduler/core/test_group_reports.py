@@ -62,7 +62,7 @@ def test_the_tree_tells_where_snapshots_are() -> None:
     report = memory_report("e", scheduler, 1.0, 100)
     found = [one for run in report.tree for one in run.snapshots]
     states = [one for one in found if one.kind == "state"]
-    assert states[0] == SnapshotReport("state", 2, "device", 24, 1, used=True)
+    assert states[0] == SnapshotReport("state", 2, "device", 21, 1, used=True)
     assert {one.depth for one in states} == {24, 25, 26, 28}
     assert len(states) == report.device.groups[2].snapshots
     assert [one for one in found if one.kind == "window"]

@@ -10,7 +10,7 @@ STATES = WindowShape(2, 7, state=True)
 
 
 def test_a_prompt_keeps_states_where_the_last_ones_were_left() -> None:
-    """Each prompt has all but the last 12 to 15 tokens of the one before, as if messages had been cut."""
+    """Each prompt has all but the last 32 to 35 tokens of the one before, as if messages had been cut."""
     scheduler = create(4000, 1, (STATES,), budget=512, eviction="cost")
     executor = executor_for(scheduler)
     text, missed, shared = [*range(400)], list[int](), 0
@@ -20,7 +20,7 @@ def test_a_prompt_keeps_states_where_the_last_ones_were_left() -> None:
         run(scheduler, executor)
         if turn:
             missed.append(shared // 4 * 4 - request.num_cached_tokens)
-        shared = len(text) - 12 - turn % 4
+        shared = len(text) - 32 - turn % 4
         text = text[:shared] + [1000 * (turn + 1) + index for index in range(100)]
     assert missed[0] >= 80, "at first nothing is known"
     assert max(missed[-4:]) <= 8

@@ -16,6 +16,8 @@ from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _MOST_LEFT = 64
 """Blocks before the end of a prompt in which it may be left for the next one."""
+_NEAR = 5
+"""Numbers of such blocks that are as likely as each other until more is known."""
 _MOST_COUNTED = 512.0
 """Prompts that are counted before their number is halved."""
 
@@ -24,9 +26,9 @@ class SnapshotPlaces:
     """Chooses places by what was seen of earlier prompts."""
 
     def __init__(self) -> None:
-        # By number of blocks: prompts that were left so many blocks before their end. At first, as if templates had
-        # changed in four of eight.
-        self._left = [4.0, 4.0, *[0.0] * (_MOST_LEFT - 2)]
+        # By number of blocks: prompts that were left so many blocks before their end. At first, as if two had been,
+        # anywhere near it: a place that is some blocks too early costs little, and one that is too late all.
+        self._left = [0.4] * _NEAR + [0.0] * (_MOST_LEFT - _NEAR)
 
     def choose(
         self, table: BlockTable, prefix: CachedPrefix, begin: int, num_blocks: int, groups: Sequence[WindowGroup]
