@@ -26,7 +26,7 @@ from tests.executor.poisoned_runner import PoisonedRunner
 from tests.executor.ranks.groups import ThreadGroup, config_of
 from tests.executor.references import reference
 from tests.executor.runners import build_runner
-from tests.model_builders import EAGER, VOCAB_SIZE, model_fixture
+from tests.model_builders import EAGER, VOCAB_SIZE, build_model, model_fixture
 
 FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3")
 
@@ -145,6 +145,25 @@ def test_features_that_need_one_group_get_it(
         assert pages is None
         (line,) = lines
         assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "line"),
+    [
+        ("gemma3", {}, None),
+        ("mistral", {}, "3 layers with a window keep all tokens, because no layer sees more"),
+        ("gemma3", {"layer_types": ["sliding_attention"] * 7}, "7 layers with a window keep all tokens"),
+    ],
+)
+def test_windows_that_are_kept_whole_are_logged(
+    family: str, shape: dict[str, object], line: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    build_model(family, tmp_path, **shape)
+    config = ExecutorConfig(model=str(tmp_path), device="cpu", kernels="torch")
+    assert (choose_pages(config, load_model(config), torch.float32) is None) == (line is not None)
+    assert any("keep all tokens" in record.getMessage() for record in caplog.records) == (line is not None)
+    assert line is None or line in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"kv_mapping": "mmu", "block_size": 32}, {"layer_groups": False}])

@@ -136,6 +136,32 @@ def test_quantised_weights_are_those_that_the_loader_quantises(
     assert found.weights == in_bytes + kept * getattr(torch, dtype).itemsize
 
 
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
+def test_quantised_checkpoints_count_in_eight_bits(tmp_path: Path) -> None:
+    def weights(folder: str, shape: dict[str, Any], **options: Any) -> int:
+        return sizing(ExecutorConfig(**options), directory(tmp_path / folder, shape), 80 * GIB).weights
+
+    shape = SHAPES["8B"] | {"rms_norm_eps": 1e-5, "hidden_act": "silu", "architectures": ["LlamaForCausalLM"]}
+    stored, converted = weights("8B", shape | FP8), weights("plain", shape, quantization="fp8")
+    assert stored == converted
+    mixture = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+    mixture |= {"num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 151_936}
+    assert 28 < weights("mixture", mixture | FP8) / GIB < 30, "30.5 billion, of which embeddings and head in 16 bits"
+
+
+def test_quantised_checkpoints_that_the_loader_refuses_have_no_size(tmp_path: Path) -> None:
+    def refused(kind: str, ranks: int) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | FP8))
+        with pytest.raises(PagewiseError) as refusal:
+            sizing(ExecutorConfig(tensor_parallel=ranks), tmp_path, 80 * GIB)
+        return str(refusal.value)
+
+    assert "quantised checkpoints are served of Llama" in refused("deepseek_v3", 1)
+    assert "quantised checkpoints of qwen3_moe are not divided among ranks" in refused("qwen3_moe", 2)
+
+
 def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:
     path = directory(tmp_path, SHAPES["8B"])
     one, two = (sizing(ExecutorConfig(tensor_parallel=ranks), path, 24 * GIB) for ranks in (1, 2))
@@ -158,6 +184,12 @@ def test_windowed_layers_keep_their_window(tmp_path: Path, capsys: pytest.Captur
     longest = sizing(ExecutorConfig(max_model_len="auto"), path, 80 * GIB)
     assert longest.max_model_len == found.pool_tokens < 131_072
     assert longest.full_sequences == 1
+
+
+def test_attention_chunks_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4_text", "dtype": "bfloat16"}))
+    main([str(tmp_path), "--gpu-memory", "80GiB"])
+    assert "144KiB in 36 layers that see their chunk of 8,192 tokens\n" in capsys.readouterr().out
 
 
 def test_the_command_reads_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

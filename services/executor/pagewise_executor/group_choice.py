@@ -27,6 +27,7 @@ def choose_pages(config: ExecutorConfig, loaded: LoadedModel, kv_dtype: torch.dt
     layers = [loaded.layers[number] for number in loaded.kv_layers]
     states = [layer.num_bytes for layer in loaded.recurrent]
     found = layout_of_layers(config, layers, kv_dtype, loaded.max_model_len, states)
+    _log_whole(layers, found, loaded.max_model_len)
     if states:
         return found
     if found is not None and not config.layer_groups:
@@ -64,6 +65,16 @@ def _kind(layer: AttentionShape) -> KVLayerKind:
     if layer.attention_chunk is not None:
         return KVLayerKind(layer.kv_shape, layer.attention_chunk, chunked=True)
     return KVLayerKind(layer.kv_shape, layer.window or 0)
+
+
+def _log_whole(layers: Sequence[AttentionShape], found: PageLayout | None, max_model_len: int) -> None:
+    """Log how many layers with a window keep all tokens in these groups, and why."""
+    windows = [kind for kind in map(_kind, layers) if 0 < kind.window < max_model_len]
+    count = len(windows) - sum(len(group.layers) for group in found.groups if group.window) if found else len(windows)
+    if count:
+        unequal = len(windows) < len(layers) or (found is None and len({kind.window for kind in windows}) > 1)
+        reason = "layers that see the same tokens have K and V of unequal shapes" if unequal else "no layer sees more"
+        log.info("%d layers with a window keep all tokens, because %s", count, reason)
 
 
 def _one_group(config: ExecutorConfig, loaded: LoadedModel) -> str:

@@ -1,7 +1,7 @@
 """``pagewise size``: the GPU memory of a model, and the number of tokens beside it, from its config.json alone.
 
 The bytes of weights and of KV come from the functions that the loader and the pool use, and so do the sizes of graphs.
-The memory of a step is an estimate; an executor measures it when it starts. None of it has been compared with a GPU.
+The memory of a step is an estimate; an executor measures it when it starts. docs/sizing.md compares it with a GPU.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from pagewise_executor.graph_capture import BYTES_PER_LAYER
 from pagewise_executor.group_choice import layout_of_layers
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.kv.layer_groups import PageLayout, single_group
+from pagewise_executor.models.families import check_quantised
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
@@ -46,11 +47,13 @@ SHORT = 4096
 
 @dataclass(slots=True, frozen=True)
 class GroupSizing:
-    """A group of ``layers`` layers that see ``window`` tokens, 0: all of them. ``kv_per_token``: bytes."""
+    """A group of ``layers`` layers that see ``window`` tokens, 0: all of them. ``chunked``: these are the attention
+    chunk of a token, and not the last ones. ``kv_per_token``: bytes."""
 
     layers: int
     window: int
     kv_per_token: int
+    chunked: bool
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,6 +106,8 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     """
     limits = with_step_limits(config, Gpu(gpu_memory))
     quantised = read_quantisation(config.model, path, config.kv_dtype)
+    if quantised is not None and not quantised.mxfp4:
+        check_quantised(config, path)
     found: Any = transformers_config(config, path)
     text: Any = found.get_text_config(decoder=True)
     check_supported(config.model, found, text)
@@ -167,10 +172,16 @@ def _states(config: ExecutorConfig, part: Any, dtype: torch.dtype) -> list[int]:
 def _weight_bytes(
     config: ExecutorConfig, quantised: QuantisedCheckpoint | None, model: torch.nn.Module, dtype: torch.dtype
 ) -> int:
-    """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits."""
-    if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:
-        place_mxfp4(model)
-    return weight_bytes(model, dtype, config.quantization)
+    """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits.
+
+    Other quantised checkpoints count as if all linear layers of their decoder layers, experts included, had eight bits.
+    """
+    if quantised is None or quantised.mxfp4:
+        if quantised is not None and config.tensor_parallel == 1:
+            place_mxfp4(model)
+        return weight_bytes(model, dtype, config.quantization)
+    experts = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3)
+    return weight_bytes(model, dtype, "fp8") - experts * (dtype.itemsize - 1)
 
 
 def _groups(
@@ -181,7 +192,9 @@ def _groups(
     memory = layout_of_layers(config, layers, kv_dtype, longest, states) or single_group(every, block_size, kv_dtype)
     shapes = [[every[layer] for layer in group.layers] for group in memory.groups]
     return memory, tuple(
-        GroupSizing(len(group.layers), group.window, bytes_per_block(own, block_size, kv_dtype) // block_size)
+        GroupSizing(
+            len(group.layers), group.window, bytes_per_block(own, block_size, kv_dtype) // block_size, group.chunked
+        )
         for group, own in zip(memory.groups, shapes, strict=True)
     )
 
@@ -219,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagewise size",
         description="Print the memory of a model on each GPU, and how many tokens of KV fit beside it, from its "
-        "config.json: no weights are read. The memory of steps is an estimate, which has not been compared with a GPU.",
+        "config.json: no weights are read. The memory of steps and graphs is an estimate.",
     )
     parser.add_argument("model", help="model directory or hub id; of a directory config.json is enough")
     parser.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory of each GPU, such as 80GiB")
@@ -245,7 +258,8 @@ def _print_table(found: Sizing, ranks: int, more: str) -> None:
     else:
         print(f"  nothing is left for KV: take {more}")
     for group in found.groups:
-        seen = f"the last {group.window:,} tokens" if group.window else "all tokens"
+        part = "their chunk of" if group.chunked else "the last"
+        seen = f"{part} {group.window:,} tokens" if group.window else "all tokens"
         where = f" in {group.layers} layers that see {seen}" if several else ""
         print(f"  each token of KV takes {group.kv_per_token / 1024:.4g}KiB{where}")
     if found.state:

@@ -103,6 +103,21 @@ def llama_checkpoint(
         return None
 
 
+def check_quantised(config: ExecutorConfig, path: Path) -> None:
+    """Refuse the checkpoint in ``path``, whose linear layers are quantised, by its config.json alone.
+
+    Raises:
+        ModelError: such checkpoints of its family are not served, or not on so many ranks.
+    """
+    try:
+        read_llama_config(path)
+    except NotReadableError as error:
+        if (kind := _model_type(path)) not in FAMILIES:
+            raise _not_served(config, error) from error
+        if config.tensor_parallel > 1:
+            raise _not_divided(config.tensor_parallel, kind) from error
+
+
 def _model_type(path: Path) -> Any:
     return json.loads((path / "config.json").read_text()).get("model_type")
 
@@ -127,14 +142,18 @@ def family_checkpoint(
     if quantised is None:
         return None
     if not ranks.alone:
-        raise ModelError(
-            f"--tensor-parallel {ranks.size}: quantised checkpoints of {model_config.model_type} are not divided among "
-            "ranks, only checkpoints of Llama, Mistral, Qwen2 and Qwen3"
-        )
+        raise _not_divided(ranks.size, model_config.model_type)
     try:
         return FamilyCheckpoint(config.model, model_config, headers, device, quantised, dtype, max_model_len)
     except NotReadableError as error:
         raise _not_served(config, error) from error
+
+
+def _not_divided(ranks: int, kind: str) -> ModelError:
+    return ModelError(
+        f"--tensor-parallel {ranks}: quantised checkpoints of {kind} are not divided among ranks, only checkpoints of "
+        "Llama, Mistral, Qwen2 and Qwen3"
+    )
 
 
 def _not_served(config: ExecutorConfig, error: NotReadableError) -> ModelError:
