@@ -44,7 +44,10 @@ def check_family(
         path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
     ).to(device)
     if quantization == "int8":
+        absorbed = {name: layer for name, layer in model.named_modules() if name.endswith("kv_b_proj")}
         pack_linears(model, "cpu", "int8")
+        for name, layer in absorbed.items():  # the executor absorbs it, and does not round it
+            model.set_submodule(name, layer)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in LENGTHS]
     expected = reference(model, prompts, [length for _, length in LENGTHS], device)

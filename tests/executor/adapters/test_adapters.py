@@ -170,7 +170,7 @@ def test_models_with_several_groups_of_layers_have_adapters_too(
     folders = {name: build_adapter(model, tmp_path / name, i, target_modules=targets) for i, name in enumerate("ab")}
     runner = build_runner(model, enable_lora=True, max_loras=2)
     assert runner.info.groups
-    check(runner, model, folders, asked=2, num_blocks=9, count=30, recovery="swap")
+    check(runner, model, folders, asked=2, num_blocks=9, count=100 if family == "qwen3_5" else 30, recovery="swap")
 
 
 def test_the_layer_that_latents_absorb_has_no_adapters(tmp_path: Path) -> None:
