@@ -499,12 +499,14 @@ class CheckingExecutor:
         return row.tokens[-1]
 
     def _check_windows(self, row: Row) -> None:
-        """Check the blocks of a row that joins: an executor may name those whose tokens are computed in an inventory."""
+        """Check the blocks of a row that joins: an inventory may name those whose tokens are computed."""
         for shape, held, table in zip(self.window_shapes, self.windowed, row.windows, strict=True):
             for index, block in table.items() if not shape.state else ():
                 if (end := (index + 1) * self.block_size) <= row.computed:
                     expected = row.root, tuple(row.tokens[:end])
-                    assert held[block][self.block_size - 1] == expected, "a window counts as computed before it is there"
+                    assert held[block][self.block_size - 1] == expected, (
+                        "a window counts as computed before it is there"
+                    )
 
     def _compute_windows(self, row: Row, position: int, *, drafted: bool) -> None:
         """Write a token into the windowed layers, and check that it finds the tokens that it sees. States of a draft

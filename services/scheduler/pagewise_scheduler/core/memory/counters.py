@@ -21,7 +21,8 @@ class MemoryCounters:
         written: went to such tiers. not_written: were to go there, but were evicted before, not worth it, or not taken.
         copied: copied on write: a sequence had to write into a shared block.
         snapshots_taken: snapshots of windows or states that were made on the device. snapshots_used: sequences that
-            began with one. snapshots_unused: were lost before any sequence began with them: no tier kept them, or the blocks before them.
+            began with one. snapshots_unused: were lost before any sequence began with them: no tier kept them, or the
+            blocks before them.
             snapshots_demoted: went to host memory when the device evicted them. snapshots_loaded: with which sequences
             began that had to bring them from another tier or executor.
     """
