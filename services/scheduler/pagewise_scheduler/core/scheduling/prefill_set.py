@@ -249,8 +249,8 @@ class PrefillSet:
         sequence.num_scheduled_tokens += size
         if kv.windows:
             self.grow_windows(sequence, prefix.num_tokens, sequence.num_scheduled_tokens)
-        # Windows that are loaded count as computed from ``settle`` on. Before, no inventory may name their blocks, even if
-        # the full layers' blocks of the same tokens are there.
+        # Windows that are loaded count as computed from ``settle`` on. Before, no inventory may name their blocks, even
+        # if the full layers' blocks of the same tokens are there.
         loading = [(plan.end - len(one)) * kv.block_size for one in recovery.windows if one]
         self._join(sequence, min([prefix.num_tokens, *loading]))
         self._note(sequence, prefix, plan, now)
