@@ -247,7 +247,8 @@ class Cluster:
         long it took, in seconds."""
         began = time.monotonic()
         wait_until(
-            lambda: self.executors_ready() >= count and all(answers(f"{url}/health") for url in self._able()),
+            lambda: self.executors_ready() >= count
+            and (not count or all(answers(f"{url}/health") for url in self._able())),
             seconds, f"{count} executors", self.scheduler, self.executors,
         )  # fmt: skip
         return time.monotonic() - began
