@@ -1,4 +1,4 @@
-"""Conversations go on elsewhere, as an executor leaves and between roles: with windows, states, latents and mixtures."""
+"""Conversations go on elsewhere as an executor leaves and between roles: with windows, states, latents, mixtures."""
 
 import asyncio
 import random
