@@ -54,7 +54,8 @@ def spelled_bytes() -> dict[int, str]:
 
 def build_structured_model(path: Path, seed: int = 0, family: str = "llama") -> transformers.PreTrainedModel:
     """Save a model of random weights with its tokenizer."""
-    model = build_model(family, path, seed, vocab_size=VOCAB_SIZE)
+    embedded = {"vocab_size_per_layer_input": VOCAB_SIZE} if family == "gemma4" else {}
+    model = build_model(family, path, seed, vocab_size=VOCAB_SIZE, **embedded)
     save_tokenizer(path)
     return model
 

@@ -1,4 +1,4 @@
-"""Conversations with models of windowed or recurrent layers go on elsewhere: as one leaves, and between roles."""
+"""Conversations go on elsewhere as an executor leaves and between roles: with windows, states, latents, mixtures."""
 
 import asyncio
 import random
@@ -27,7 +27,10 @@ families = pytest.mark.parametrize(
         *("gemma3", "granitemoehybrid"),
         *(
             pytest.param(one, marks=pytest.mark.long)
-            for one in ("llama4", "gpt_oss", "gemma4_moe", "qwen3_next", "lfm2")
+            for one in (
+                *("llama4", "gpt_oss", "gemma4", "gemma4_moe", "olmo3", "ministral", "qwen3_next", "lfm2"),
+                *("deepseek_v3", "glm4_moe_lite", "mistral4", "glm4_moe", "minimax_m2", "qwen3_moe"),
+            )
         ),
     ],
 )
@@ -52,9 +55,7 @@ async def two_executors(path: Path, *roles: Role) -> AsyncIterator[tuple[Stack, 
     """A scheduler, and executors with these roles, of which the first one is returned, that lend blocks."""
 
     def make_runner() -> ModelRunner:
-        runner = build_runner(path / "model", exchange=peers_at(), threads=1)
-        assert runner.info.groups
-        return runner
+        return build_runner(path / "model", exchange=peers_at(), threads=1)
 
     # An executor that other work on the machine delays is not to be lost.
     patience = {"executor_timeout": 60.0, "step_timeout": 60.0}
