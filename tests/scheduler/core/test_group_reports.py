@@ -63,7 +63,7 @@ def test_the_tree_tells_where_snapshots_are() -> None:
     found = [one for run in report.tree for one in run.snapshots]
     states = [one for one in found if one.kind == "state"]
     assert states[0] == SnapshotReport("state", 2, "device", 21, 1, used=True)
-    assert {one.depth for one in states} == {24, 25, 26, 28}
+    assert {one.depth for one in states} == {21, 25, 26, 28}
     assert len(states) == report.device.groups[2].snapshots
     assert [one for one in found if one.kind == "window"]
     assert sum(one.places for one in states) == len(states), "states serve one place alone"
