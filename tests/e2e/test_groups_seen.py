@@ -51,7 +51,7 @@ def printed(server: Served, *arguments: str) -> str:
 
 
 def test_operators_see_pages_snapshots_and_lost_states(server: Served) -> None:
-    begun = [post(server, SHARED + "abc"[number] * 60, f"q{number}") for number in range(3)]
+    begun = [post(server, SHARED + "abc"[number] * 100, f"q{number}") for number in range(3)]
     assert begun == [0, 0, 304], "the second one left the path of the first, and took a snapshot there"
     said = printed(server, "explain", "q1")
     assert "Its prefix was there, its states were not: 304 tokens" in said

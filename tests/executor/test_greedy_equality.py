@@ -35,7 +35,7 @@ def test_greedy_tokens_from_latents_equal_generate(family: str, block_size: int,
 
 @pytest.mark.long
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
-@pytest.mark.parametrize(("family", "block_size"), [("ministral", 5), ("minimax_m2", 16), ("glm4_moe", 1)])
+@pytest.mark.parametrize(("family", "block_size"), [("ministral", 5), ("minimax_m2", 16), ("glm4_moe", 1), ("olmo3", 1)])
 def test_greedy_tokens_of_further_families_equal_generate(
     family: str, block_size: int, kernels: str, tmp_path: Path
 ) -> None:

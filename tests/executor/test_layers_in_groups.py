@@ -29,8 +29,9 @@ from tests.executor.runners import build_runner
 from tests.model_builders import EAGER, VOCAB_SIZE, build_model, model_fixture
 
 FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3")
+FURTHER = ("gemma4_moe", "ministral", "gemma2", "gemma3n")
 
-model_path = model_fixture(*FAMILIES, seed=7)
+model_path = model_fixture(*FAMILIES, *(pytest.param(one, marks=pytest.mark.long) for one in FURTHER), seed=7)
 
 gemma3 = model_fixture("gemma3", seed=7)
 

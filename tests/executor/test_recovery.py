@@ -24,7 +24,7 @@ from tests.executor.driver import request, run_requests
 from tests.executor.parity import check_mixture, check_recovery
 from tests.executor.references import reference
 from tests.executor.runners import build_runner, host_of
-from tests.model_builders import VOCAB_SIZE, model_fixture
+from tests.model_builders import VOCAB_SIZE, build_model, model_fixture
 
 model_path = model_fixture("llama", seed=5)
 
@@ -46,6 +46,16 @@ def test_several_outputs_of_one_prompt_come_back_too(model_path: Path, mode: Rec
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_mixed_at_random(model_path: Path, seed: int) -> None:
     check_mixture(model_path, seed, block_size=random.Random(seed).choice([3, 8, 16]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["glm4_moe", "minimax_m2", "qwen3_moe"])
+def test_further_families_in_too_little_memory(family: str, tmp_path: Path) -> None:
+    """Of one group of layers; test_latents.py and test_windows_in_tiers.py have the others."""
+    build_model(family, tmp_path, seed=5)
+    assert check_recovery(tmp_path, "swap", 17, n=2)[1] > 0
+    assert check_recovery(tmp_path, "recompute", 17)[1] == 0
+    check_mixture(tmp_path, 1, block_size=3)
 
 
 @pytest.mark.gpu

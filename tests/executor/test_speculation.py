@@ -95,14 +95,18 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, kernels: str) -> None:
         pytest.param("gemma3", "torch", marks=pytest.mark.long),
         *(
             pytest.param(family, "cpu", marks=pytest.mark.long)
-            for family in ("gemma3", "gemma4", "gpt_oss", "llama4", "olmo3", "deepseek_v3")
+            for family in (
+                *("gemma3", "gemma4", "gemma4_moe", "gpt_oss", "llama4", "olmo3", "ministral"),
+                *("deepseek_v3", "glm4_moe_lite", "mistral4", "glm4_moe", "minimax_m2", "qwen3_moe"),
+            )
         ),
     ],
 )
 def test_windows_end_where_they_do_without_drafts(tmp_path: Path, family: str, kernels: str) -> None:
-    """Windows and chunks of all layers, of some (which are groups of their own), and latents."""
+    """Windows and chunks of all layers, of some (which are groups of their own), latents, and mixtures without."""
     need(kernels)
-    check(tmp_path, kernels, family=family)
+    # Outputs of this tiny Ministral seldom repeat what was before.
+    check(tmp_path, kernels, family=family, accepted=3 if family == "ministral" else 10)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,11 @@ model_path = model_fixture(*(pytest.param(one, marks=[pytest.mark.long] * (one i
 
 gemma3 = model_fixture("gemma3", seed=7)
 
-MOVED = ("gemma3", "llama4", "gpt_oss", "gemma4", "gemma4_moe", "glm4_moe_lite")
-"""Windows of two kinds, K and V that layers share, one vector for both, and latents."""
+MOVED = (
+    *("gemma3", "llama4", "gpt_oss", "gemma4", "gemma4_moe", "olmo3", "ministral"),
+    *("deepseek_v3", "glm4_moe_lite", "mistral4", "glm4_moe", "minimax_m2", "qwen3_moe"),
+)
+"""Windows of two kinds, K and V that layers share, and one vector for both; and, as one group, latents and mixtures."""
 
 moved_path = model_fixture(*(pytest.param(one, marks=[pytest.mark.long] * (one in MOVED[2:])) for one in MOVED), seed=7)
 

@@ -105,9 +105,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
         PagewiseError: the model cannot be served, or not be divided like that; the text says why.
     """
     limits = with_step_limits(config, Gpu(gpu_memory))
-    quantised = read_quantisation(config.model, path, config.kv_dtype)
-    if quantised is not None and not quantised.mxfp4:
-        check_quantised(config, path)
+    quantised = _served_quantisation(config, path)
     found: Any = transformers_config(config, path)
     text: Any = found.get_text_config(decoder=True)
     check_supported(config.model, found, text)
@@ -160,6 +158,14 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
         page_bytes=memory.page_bytes,
         sequences=sequences,
     )
+
+
+def _served_quantisation(config: ExecutorConfig, path: Path) -> QuantisedCheckpoint | None:
+    """Return how the checkpoint is quantised; None: not at all. Raises ``PagewiseError`` if the loader refuses it."""
+    quantised = read_quantisation(config.model, path, config.kv_dtype)
+    if quantised is not None and not quantised.mxfp4:
+        check_quantised(config, path)
+    return quantised
 
 
 def _states(config: ExecutorConfig, part: Any, dtype: torch.dtype) -> list[int]:

@@ -138,7 +138,7 @@ def test_the_triton_kernels_compute_the_same(is_static: bool, llama: Path, folde
         ("qwen2_moe", ["q_proj", "o_proj", "shared_expert.up_proj", "shared_expert.down_proj"]),
         pytest.param("qwen3_moe", ["q_proj", "k_proj", "v_proj", "o_proj"], marks=pytest.mark.long),
         pytest.param("glm4_moe", ["q_proj", "o_proj"], marks=pytest.mark.long),
-        pytest.param("glm4_moe_lite", ["q_a_proj", "o_proj"], marks=pytest.mark.long),
+        *(pytest.param(name, ["q_a_proj", "o_proj"], marks=pytest.mark.long) for name in ("glm4_moe_lite", "mistral4")),
         pytest.param("minimax_m2", ["q_proj", "v_proj"], marks=pytest.mark.long),
     ],
 )
@@ -154,7 +154,10 @@ def test_layers_that_are_not_fused_have_adapters_too(family: str, targets: list[
     ("family", "targets"),
     [
         ("gemma3", ALL),
-        pytest.param("gemma4", ["q_proj", "o_proj", "down_proj"], marks=pytest.mark.long),
+        *(
+            pytest.param(name, ["q_proj", "o_proj", "down_proj"], marks=pytest.mark.long)
+            for name in ("gemma4", "gemma4_moe", "ministral")
+        ),
         pytest.param("gpt_oss", ["q_proj", "k_proj", "v_proj", "o_proj"], marks=pytest.mark.long),
         pytest.param("llama4", ["q_proj", "v_proj", "o_proj"], marks=pytest.mark.long),
         pytest.param("olmo3", ALL, marks=pytest.mark.long),

@@ -52,6 +52,9 @@ def refused(kind: str, changes: dict[str, Any], path: Path, capsys: pytest.Captu
         ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and at most 10,000 is served"),
         ("mixtral", {"intermediate_size": 10**30}, "and at most 2,147,483,647 is served"),
         ("mixtral", {"num_local_experts": 1}, "num_experts_per_tok is 2, and not from 1 to num_local_experts"),
+        ("gpt_oss", {"num_local_experts": 0}, f"num_local_experts is 0, {SIZE}"),
+        ("deepseek_v3", {"n_routed_experts": 0}, f"n_routed_experts is 0, {SIZE}"),
+        ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers is [1], with fewer entries than num_hidden_layers"),
         ("deepseek_v3", {"n_group": 3}, "n_routed_experts is 4, and no multiple of n_group, which is 3"),
         ("deepseek_v3", {"kv_lora_rank": 0}, f"kv_lora_rank is 0, {SIZE}"),
         ("granitemoehybrid", {"mamba_n_heads": 0}, f"mamba_n_heads is 0, {SIZE}"),
@@ -97,6 +100,12 @@ def test_errors_of_a_models_own_code_are_told_with_their_type(
     need_states()
     error = refused("zamba2", {"hybrid_layer_ids": [0, 2]}, tmp_path / "zamba2", capsys)
     assert "(model_type zamba2) cannot be tried without its weights: KeyError: 1" in error
+
+
+def test_layers_may_have_no_experts() -> None:
+    for kind in ("qwen3_moe", "granitemoehybrid"):
+        key = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+        assert not unusable_size(transformers.CONFIG_MAPPING[kind](**{key: 0}))
 
 
 def test_no_configuration_of_transformers_is_unusable() -> None:

@@ -64,7 +64,10 @@ def test_segments_are_moved_on_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2", "mistral", "gemma2", "gemma4", "llama4", "gpt_oss", "olmo3", "ministral", "glm4_moe", "mistral4"],
+    [
+        *("qwen2", "mistral", "gemma2", "gemma4", "gemma4_moe", "llama4", "gpt_oss", "olmo3", "ministral"),
+        *("glm4_moe", "minimax_m2", "mistral4", "glm4_moe_lite"),
+    ],
 )
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
 @pytest.mark.long

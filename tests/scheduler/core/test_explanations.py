@@ -605,8 +605,12 @@ def test_a_prefix_without_its_window() -> None:
 STATES = ArenaShape(100, 1, (WindowShape(2, 7, state=True),), 64)
 
 
-def test_a_prefix_whose_states_were_evicted() -> None:
-    """Its blocks are still there, but the snapshot behind them went for another prompt; it takes one again."""
+def test_a_prefix_whose_states_were_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are still there, but the snapshot behind them went for another prompt; it takes one again.
+
+    Prompts keep states one block before their ends: where nothing is behind a snapshot, its blocks go with it.
+    """
+    monkeypatch.setattr("pagewise_scheduler.core.tiers.snapshot_places._NEAR", 2)
     player = Player(num_blocks=100, shape=STATES)
     prompt = list(range(1, 42))
     cached = player.send(prompt)

@@ -17,6 +17,7 @@ from pagewise_shared.errors import ModelError
 MOST_LAYERS = 10_000
 """A model of more layers is refused: to build it would take hours."""
 _LARGEST = 2**31 - 1
+_POSITIVE = "and not a positive whole number"
 _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("num_key_value_heads", "num_global_key_value_heads", "head_dim", "global_head_dim", "intermediate_size"),
@@ -30,6 +31,11 @@ _SIZES = (
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 """The keys for the experts of a layer, and for those that compute a token."""
+_DENSE_WITHOUT = (
+    *("doge", "flint", "gemma4_text", "granitemoehybrid", "jamba", "nemotron_h"),
+    *("qwen2_moe", "qwen3_moe", "qwen3_next"),
+)
+"""Families some or all of whose layers can have no experts, which write 0 experts for none."""
 _MULTIPLES = (
     ("num_attention_heads", "num_key_value_heads"),
     ("num_attention_heads", "num_global_key_value_heads"),
@@ -92,7 +98,7 @@ def _of_sizes(get: Get) -> str:
         value = get(key)
         for one in value if isinstance(value, list | tuple) else [value]:
             if one is not None and (type(one) is not int or one < 1):
-                return f"{key} is {value!r:.100}, and not a positive whole number"
+                return f"{key} is {value!r:.100}, {_POSITIVE}"
             most = MOST_LAYERS if key == "num_hidden_layers" else _LARGEST
             if one is not None and one > most:
                 return f"{key} is {value!r:.100}, and at most {most:,} is served"
@@ -103,9 +109,15 @@ def _of_sizes(get: Get) -> str:
     pairs = [*((few, many) for few in _CHOSEN for many in _EXPERTS), ("topk_group", "n_group")]
     for key, other in pairs:
         few, many = get(key), get(other)
-        # Families with layers of both kinds write 0 experts for none.
         if isinstance(few, int) and isinstance(many, int) and many and not 1 <= few <= many:
             return f"{key} is {few}, and not from 1 to {other}, which is {many}"
+    for key in _EXPERTS:
+        if get(key) == 0 and get("model_type") not in _DENSE_WITHOUT:
+            return f"{key} is 0, {_POSITIVE}"
+    # Whether each layer has RoPE; an empty list means the default. Layers behind the end of a longer one do not exist.
+    rotated, layers = get("no_rope_layers"), get("num_hidden_layers")
+    if isinstance(rotated, list) and isinstance(layers, int) and 0 < len(rotated) < layers:
+        return f"no_rope_layers is {rotated!r:.100}, with fewer entries than num_hidden_layers, which is {layers}"
     return ""
 
 
