@@ -64,6 +64,37 @@ def test_states_are_kept_where_drafts_cross_the_end_of_a_block(most: int, monkey
     assert 50 < executor.num_accepted < executor.num_drafted - 50
 
 
+@pytest.mark.parametrize("budget", [29, 31, 32])
+def test_a_prompt_that_is_preempted_or_cancelled_loses_less_than_a_block(budget: int) -> None:
+    """Its chunks end anywhere in blocks."""
+    scheduler = create(900, 1, (STATES,), budget=budget)
+    executor = executor_for(scheduler)
+    first = create_request(prompt=[*range(300)], max_tokens=3)
+    scheduler.add(first)
+    (sequence,) = first.sequences
+    for steps in (3, 2):
+        compute(scheduler, executor, steps)
+        (table,) = sequence.table.windows
+        assert len(table.blocks) <= 3, "the one that it writes, the one behind the last full block, and one in flight"
+        computed = sequence.num_computed_tokens
+        scheduler.preempt(sequence, "for a test")
+        compute(scheduler, executor, 1)
+        assert sequence.num_computed_tokens == computed // 4 * 4 + budget
+    compute(scheduler, executor, 1)
+    computed = sequence.num_computed_tokens
+    scheduler.abort(first.request_id)
+    run(scheduler, executor)
+    assert begin(scheduler, executor, [*range(300)]).num_cached_tokens == computed // 4 * 4
+
+
+def compute(scheduler: Scheduler, executor: CheckingExecutor, steps: int) -> None:
+    """Compute some steps, one after the other."""
+    for _ in range(steps):
+        plan = scheduler.schedule(now=0.0)
+        assert plan is not None
+        scheduler.update(executor.execute(plan))
+
+
 def test_outputs_share_the_states_of_their_prompt() -> None:
     scheduler = create(600, 1, (STATES,))
     executor = executor_for(scheduler)

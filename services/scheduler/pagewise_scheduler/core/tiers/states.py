@@ -81,9 +81,10 @@ class StateGroup(WindowGroup):
     ) -> tuple[list[tuple[int, int]], Copies]:
         """Let a table have a block to which the tokens from ``start`` to ``num_tokens`` are written.
 
-        It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. If it would
-        have more than ``most_blocks``, it gives up the declared ones that save the least. Returns (token, block) for
-        each block to which states are written from a token on, and copies.
+        It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. In a prompt
+        that goes on it also keeps those behind its last full block, with which it begins again if it is preempted. If
+        it would have more than ``most_blocks``, it gives up these, then the declared ones that save the least. Returns
+        (token, block) for each block to which states are written from a token on, and copies.
         """
         assert isinstance(table, StateTable)
         copies: list[BlockCopy] = []
@@ -92,6 +93,11 @@ class StateGroup(WindowGroup):
         ends_here = start < num_tokens and start % size == 0
         if start not in tokens and table.entry is None and (ends_here or self.num_to_write(table)):
             marks.insert(0, start)
+        last = num_tokens // size * size
+        # A chunk that ends with a block needs no mark: the next one has it, at its start.
+        goes_on = start < last < num_tokens and bool(due) and num_tokens < due[-1] * size
+        if goes_on and last not in marks and len(blocks) + len(marks) < self.most_blocks:
+            marks.append(last)
         if (excess := len(blocks) + len(marks) - self.most_blocks) > 0:  # admission has counted no more
             saved = {token: token - before for before, token in pairwise([start, *marks]) if token in table.declared}
             given_up = [token for token in sorted(saved, key=lambda token: saved[token]) if token > start][:excess]
