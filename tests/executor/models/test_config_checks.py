@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from pagewise_executor.models.config_checks import unusable_size
 from pagewise_executor.models.loader import load_model
 from pagewise_executor.sizing import main
@@ -110,10 +111,12 @@ def test_layers_may_have_no_experts() -> None:
 
 def test_no_configuration_of_transformers_is_unusable() -> None:
     """Whose defaults are the sizes of models that people have, and have 0 or none where that means something."""
-    wrong = {
-        kind: why
-        for kind, made in causal_lms().items()
-        if kind != "gemma4_assistant"  # its default is refused by itself
-        if (why := unusable_size(made().get_text_config(decoder=True)))
-    }
+    wrong = {}
+    for kind, made in causal_lms().items():
+        try:
+            config = made().get_text_config(decoder=True)
+        except StrictDataclassError:  # its default is refused by itself, in the oldest transformers of more kinds
+            continue
+        if why := unusable_size(config):
+            wrong[kind] = why
     assert wrong == {"xlnet": "max_position_embeddings is -1, and not a positive whole number"}
