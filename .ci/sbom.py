@@ -59,7 +59,7 @@ def bill_of(image: str) -> str:
 
 def _component(name: str, version: str, hashes: list[str]) -> Component:
     url = PackageURL("pypi", name=name, version=version)
-    # Any of the files may be installed, so the hashes are not those of the component itself.
+    # Any of the files may be installed, so no hash identifies the component itself.
     files = ExternalReference(
         type=ExternalReferenceType.DISTRIBUTION,
         url=XsUri(f"https://pypi.org/project/{name}/{version}/"),

@@ -165,7 +165,7 @@ def take_turns(
 
 
 def parser_of(doc: str, families: Mapping[str, Family], most: int) -> argparse.ArgumentParser:
-    """Return a parser of what such benchmarks have in common: ``families`` and numbers of sequences, up to ``most``."""
+    """Return a parser of the common options: ``families`` and numbers of sequences, up to ``most``."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--families", nargs="+", default=list(families), choices=families)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], choices=range(1, most + 1))

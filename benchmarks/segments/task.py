@@ -41,7 +41,7 @@ _QUESTION = 3
 
 
 class Shape(NamedTuple):
-    """``lengths``: tokens of a document, from and to. ``one``, ``two``: people of whom one hop or two are asked; one
+    """``lengths``: tokens of a document, from and to. ``one``, ``two``: people in questions of one hop or of two; one
     hop is asked of the first people's places, too. ``references``: whether there are any, one less than documents."""
 
     lengths: tuple[int, int] = (16, 24)

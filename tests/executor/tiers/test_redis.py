@@ -118,15 +118,21 @@ def test_a_server_that_goes_costs_little_time_and_one_that_comes_back_is_used(
     stop()
 
 
-def test_a_server_that_does_not_answer_is_asked_once_in_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start_checks, "_ANSWER_SECONDS", 0.2)
+def store_without_server(tmp_path: Path) -> tuple[RedisTier, int]:
+    """Return a store whose server has ended and which has no connection any more, and the port of that server."""
     port = free_port()
     stop = start_fake(tmp_path, port)
     store = open_store(f"redis://127.0.0.1:{port}/0")
     stop()
     store._client.connection_pool.disconnect()
+    return store, port
+
+
+def test_a_server_that_does_not_answer_is_asked_once_in_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_checks, "_ANSWER_SECONDS", 0.2)
+    store, port = store_without_server(tmp_path)
     with socket.create_server(("127.0.0.1", port)):  # takes connections, and answers nothing
         began = time.monotonic()
         for _ in range(50):
@@ -139,11 +145,7 @@ def test_a_question_ends_before_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(start_checks, "_ANSWER_SECONDS", 0.4)
-    port = free_port()
-    stop = start_fake(tmp_path, port)
-    store = open_store(f"redis://127.0.0.1:{port}/0")
-    stop()
-    store._client.connection_pool.disconnect()
+    store, port = store_without_server(tmp_path)
     found: queue.SimpleQueue[Copied | Found] = queue.SimpleQueue()
     store.report = found.put
     with socket.create_server(("127.0.0.1", port)) as server:
