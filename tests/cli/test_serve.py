@@ -226,6 +226,7 @@ def test_a_port_that_is_taken_ends_it() -> None:
 def test_stopping_is_no_reason_for_a_warning(told: str) -> None:
     with serving("--simulate", "--executors", "2", "--gateways", "2") as server:
         server.wait_for_metric("executors_ready", 2)
+        server.wait_for_metric("gateways_ready", 2)  # one that has no Welcome yet cannot say Goodbye
         assert complete(server)
         before = len(server.output)  # on a busy machine the scheduler may be late when all of them start
         if told == "pagewise serve":
