@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from pagewise_shared.thinking import ThinkingBudget
+
 MAX_LOGPROBS = 20
 """Maximum number of alternatives that a client may ask for per token."""
 MAX_STOP_IDS = 1024
@@ -122,6 +124,8 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
             another parameter forbids, the grammar decides.
         beam: the sequence is a hypothesis of a beam search, so the reported alternatives are its continuations: tokens
             that the grammar forbids have a log-probability of minus infinity.
+        thinking: the budget of thinking; None: there is no limit. Forced tokens override every other parameter but the
+            grammar: where it allows no forced token, they come as soon as it does.
     """
 
     temperature: float = 1.0
@@ -139,6 +143,7 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
     constraints: TokenConstraints | None = None
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)] = ""
     beam: bool = False
+    thinking: ThinkingBudget | None = None
 
 
 class BeamParams(Struct, frozen=True, array_like=True, omit_defaults=True):

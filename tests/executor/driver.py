@@ -111,6 +111,16 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
         steps += 1
 
 
+def some_steps(runner: Runner, scheduler: Scheduler, count: int) -> None:
+    """Run ``count`` steps, one at a time."""
+    for _ in range(count):
+        plan = scheduler.schedule(monotonic())
+        assert plan is not None
+        received = decode_from_scheduler(encode(plan))
+        assert isinstance(received, StepPlan)
+        scheduler.update(runner.execute(received).result())
+
+
 def _send_messages(runner: Runner, scheduler: Scheduler) -> int:
     """Send the runner the requests of features; return how many grammars it is to compile."""
     compiling = 0

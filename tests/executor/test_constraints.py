@@ -2,14 +2,12 @@
 
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic
 
-from pagewise_executor.model_runner import ModelRunner
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import StepPlan, Welcome, decode_from_scheduler, encode
+from pagewise_shared.protocol import Welcome
 
-from tests.executor.driver import drive, request, run_requests
+from tests.executor.driver import drive, request, run_requests, some_steps
 from tests.executor.runners import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
 
@@ -35,15 +33,6 @@ def constrained() -> list[Request]:
 
 def tokens(requests: list[Request]) -> list[list[int]]:
     return [sequence.output_token_ids.tolist() for one in requests for sequence in one.sequences]
-
-
-def some_steps(runner: ModelRunner, scheduler: Scheduler, count: int) -> None:
-    for _ in range(count):
-        plan = scheduler.schedule(monotonic())
-        assert plan is not None
-        received = decode_from_scheduler(encode(plan))
-        assert isinstance(received, StepPlan)
-        scheduler.update(runner.execute(received).result())
 
 
 def test_constraints_hold_under_preemption_and_moves(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import compress, repeat
 from pathlib import Path
@@ -53,6 +54,7 @@ from pagewise_executor.runner import BesideSteps, Counted, Report
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
+from pagewise_executor.sampling.thinking import ThinkingRows
 from pagewise_executor.step_threads import StepThreads
 from pagewise_executor.step_work import Int32s, SequenceState, StepWork, accept, kept_tokens
 from pagewise_executor.structured.structured_rows import StructuredRows, load_grammars
@@ -381,6 +383,7 @@ class ModelRunner:
         for row in list(self._batch.sequences):
             self._batch.remove(row)
             self._sampler.leave(row)
+            self._thinking.leave(row)
         return self._copier.inventory(self._kept)
 
     def agree(self, inventory: Inventory | None) -> None:
@@ -416,6 +419,7 @@ class ModelRunner:
             if welcome.keeps_blocks:  # not before, because peers that ask for blocks of the old epoch must get none
                 self._batch.restore(self._kept)
             self._kept.clear()
+        self._thinking = ThinkingRows(self._last_tokens)
         self._sampler = Sampler(
             self._token_sampler, self._penalties, ConstraintTables(self.info.vocab_size, self._device),
             self._compute_logprobs, self._device,
@@ -465,12 +469,15 @@ class ModelRunner:
         self._forward_pass.attention.update_block_tables(work)  # needed in steps that compute nothing, too
         for row in work.left:
             sampler.leave(row)
+            self._thinking.leave(row)
         for row in work.joined:
             held = batch.sequences[row]
             sampler.join(row, held.tokens, held.num_prompt_tokens, held.sampling)
+            self._thinking.join(row, held)
         if self._ranks.first:  # it alone samples, and knows the rows' sampling states
             for draft in work.drafts:
                 sampler.check_draftable(draft.row)
+                self._thinking.check_draft(draft)
         return work
 
     def _accepted(self, plan: StepPlan) -> None:
@@ -478,16 +485,18 @@ class ModelRunner:
 
     def _compute(self, work: StepWork) -> _Computed:
         """Compute and sample a step: tokens, their log-probabilities, and by row the prompts' log-probabilities."""
+        rows = work.sampled_rows
+        forced = self._thinking.forced(rows, self._batch.sampled_positions(work)) if self._ranks.first else {}
         if self._graphs is not None and len(work.decoding) and not work.chunks:
-            return *self._decode(self._graphs, work), []
+            return *self._decode(self._graphs, work, forced), []
         tokens: torch.Tensor = torch.zeros(0, dtype=torch.int64)
         logprobs: LogprobsTensors | None = None
         prompts: list[tuple[int, LogprobsTensors]] = []
         if work.num_tokens:
             with self._threads.step(work.num_tokens):
                 logits, at, prompts = self._forward(work)
-                if work.sampled_rows:
-                    tokens, logprobs = self._sample(work, logits, at)
+                if rows:
+                    tokens, logprobs = self._sample(work, logits, at, forced)
         return tokens, logprobs, prompts
 
     def _sampled_at(self, work: StepWork) -> tuple[Array, ...]:
@@ -496,16 +505,16 @@ class ModelRunner:
         return self._batch.sampled_positions(work), rows.astype(np.int32), rows
 
     def _sample(
-        self, work: StepWork, logits: torch.Tensor, at: tuple[torch.Tensor, ...]
+        self, work: StepWork, logits: torch.Tensor, at: tuple[torch.Tensor, ...], forced: Mapping[int, int]
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample tokens for the sampled rows from their logits, and keep them for the next step.
 
-        ``at``: the result of ``_sampled_at``, on the device.
+        ``at``: the result of ``_sampled_at``, on the device. ``forced``: as ``Sampler.sample`` takes it.
         """
         rows = work.sampled_rows
         positions, on_device, index = at
         if self._ranks.first:
-            tokens, logprobs = self._sampler.sample(logits, rows, positions, on_device)
+            tokens, logprobs = self._sampler.sample(logits, rows, positions, on_device, forced)
         else:
             tokens, logprobs = torch.empty(len(rows), dtype=torch.int64, device=self._device), None
         last = tokens = tokens if self._ranks.alone else self._ranks.share_tokens(tokens)
@@ -516,19 +525,21 @@ class ModelRunner:
         self._last_tokens[index] = last
         return tokens, logprobs
 
-    def _decode(self, graphs: "StepGraphs", work: StepWork) -> tuple[torch.Tensor, LogprobsTensors | None]:
+    def _decode(
+        self, graphs: "StepGraphs", work: StepWork, forced: Mapping[int, int]
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Run a step of decodes alone, which a graph computes and samples."""
         logits, tokens = graphs.decodes.run(
             work.decoding, self._batch.num_computed[work.decoding] + 1, self._batch.adapters[work.decoding]
         )
-        if self._sampler.are_simple(work.sampled_rows):
+        if not forced and self._sampler.are_simple(work.sampled_rows):
             if not self._ranks.alone:  # the graphs of the other ranks sample from a part of the logits
                 tokens = self._ranks.share_tokens(tokens)
                 self._last_tokens[self._upload(work.decoding)] = tokens
             return tokens, None
-        # Rows with logits processors or log-probabilities are sampled again, from a copy of the logits, which is read
-        # after the next run of the graph as well.
-        return self._sample(work, logits.clone(), self._upload.together(*self._sampled_at(work)))
+        # Rows with logits processors, log-probabilities or forced tokens are sampled again, from a copy of the logits,
+        # which is read after the next run of the graph as well.
+        return self._sample(work, logits.clone(), self._upload.together(*self._sampled_at(work)), forced)
 
     def _forward(
         self, work: StepWork

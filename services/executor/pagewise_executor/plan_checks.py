@@ -62,6 +62,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     stop_ids = params.stop_token_ids
     if stop_ids and not (min(stop_ids) >= 0 and max(stop_ids) < vocab_size):
         raise InvalidPlanError(f"stop_token_ids: a token is outside the vocabulary of {vocab_size}")
+    if params.thinking is not None and (error := params.thinking.error(vocab_size)) is not None:
+        raise InvalidPlanError(error)
     for name, (least, most) in _RANGES.items():
         value = getattr(params, name)
         if value is not None and not least <= value <= most:  # a NaN is in no range

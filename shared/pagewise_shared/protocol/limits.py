@@ -14,6 +14,7 @@ from pagewise_shared.sampling import (
     MAX_STOP_IDS,
 )
 from pagewise_shared.segments import MAX_MOVED_TOKENS, MAX_SEGMENTS
+from pagewise_shared.thinking import MAX_FORCED, MAX_OPENING
 
 MAX_FRAME_TO_SCHEDULER = 64 * 1024 * 1024
 """Bytes of a frame from an executor or a gateway to the scheduler."""
@@ -51,7 +52,7 @@ advances."""
 MAX_COMPILED_CHARACTERS = 4 * 1024 * 1024
 """Characters of the texts of all grammars that an executor keeps compiled: each takes up to 260 bytes then."""
 
-SEQUENCE_OVERHEAD_BYTES = 5 * MAX_STOP_IDS + 256
+SEQUENCE_OVERHEAD_BYTES = 5 * (MAX_STOP_IDS + MAX_FORCED + MAX_OPENING) + 256
 """Maximum bytes of a sequence besides its tokens, its blocks, its grammar and its constraints."""
 MAX_CONSTRAINTS_BYTES = MAX_ALLOWED_BYTES + 8 * MAX_LOGIT_BIASES + 4 * MAX_BAD_TOKENS + 5 * MAX_BAD_SEQUENCES + 32
 """Maximum bytes of the token constraints of one request."""

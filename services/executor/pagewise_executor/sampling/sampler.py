@@ -6,6 +6,7 @@ the tokens that were sampled last. All rows of a step share a few uploaded array
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from pagewise_executor.uploads import Uploads
 _NEGATIVE = float("-inf")
 _TOKEN_BYTES = 4
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
+_NOT_FORCED: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -258,23 +260,29 @@ class Sampler:
         return self._simple.issuperset(rows)
 
     def sample(
-        self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        positions: torch.Tensor,
+        on_device: torch.Tensor | None = None,
+        forced: Mapping[int, int] = _NOT_FORCED,
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample one token for each of ``rows`` from ``logits`` [n, vocab].
 
         ``positions`` int64 [n]: the positions of the sampled tokens in their sequences. ``on_device`` int32 [n]: the
-        rows on the device; None: they are not there yet. Returns the tokens int64 [n], and the requested
-        log-probabilities; None: no row requests any.
+        rows on the device; None: they are not there yet. ``forced``: by index in ``rows``, the token that is sampled
+        unless a grammar forbids it. Returns the tokens int64 [n], and the requested log-probabilities; None: no row
+        requests any.
         """
-        if self._plain.issuperset(rows):
+        if not forced and self._plain.issuperset(rows):
             return logits.argmax(dim=-1), None
         if self._sampled is None or self._sampled.rows != rows:
             self._sampled = None  # its masks give way to the new ones
             self._sampled = sampled_rows(rows, self._states, logits.shape[1], self._upload)
         sampled = self._sampled
         raw = processed = logits.float()
-        if sampled.needs_processing:
-            processed = self._process(raw, sampled)
+        if sampled.needs_processing or forced:
+            processed = self._process(raw, sampled, forced)
         tokens = self._token_sampler.sample(processed, rows, positions, on_device)
         self._update(sampled, tokens)
         reporting = sampled.reporting
@@ -298,22 +306,29 @@ class Sampler:
         (self._simple.add if simple else self._simple.discard)(row)
         (self._plain.add if simple and state.params.temperature == 0 else self._plain.discard)(row)
 
-    def _process(self, raw: torch.Tensor, sampled: SampledRows) -> torch.Tensor:
+    def _process(self, raw: torch.Tensor, sampled: SampledRows, forced: Mapping[int, int]) -> torch.Tensor:
         logits = raw.clone(memory_format=torch.contiguous_format)
         if sampled.penalised.indices:
             self._penalties.apply(logits, sampled.numbers(sampled.penalised), sampled.penalised.indices)
         sampled.constrain(logits, self._upload)
+        if forced:
+            indices, tokens = self._upload(np.array([list(forced), list(forced.values())], np.int64))
+            logits[indices] = _NEGATIVE
+            logits[indices, tokens] = 0.0
         if sampled.structured.indices:
-            self._keep_to_grammars(logits, raw, sampled)
+            self._keep_to_grammars(logits, raw, sampled, restricted=sampled.restricted or bool(forced))
         return logits
 
-    def _keep_to_grammars(self, logits: torch.Tensor, raw: torch.Tensor, sampled: SampledRows) -> None:
+    def _keep_to_grammars(
+        self, logits: torch.Tensor, raw: torch.Tensor, sampled: SampledRows, *, restricted: bool
+    ) -> None:
         """Mask the tokens that the rows' grammars forbid, in place, in logits [n, vocab]. If that leaves a row no
-        token, its grammar alone decides, on the ``raw`` logits before any processing."""
+        token, its grammar alone decides, on the ``raw`` logits before any processing. ``restricted``: whether that can
+        be, because tokens have been forbidden before."""
         structured = sampled.structured
         forbidden = self._structured.forbidden(sampled.numbers(structured), structured.indices)
         own = structured.of(logits).masked_fill_(forbidden, _NEGATIVE)
-        if sampled.restricted:
+        if restricted:
             nothing = own.amax(dim=-1, keepdim=True) == _NEGATIVE
             own.copy_(torch.where(nothing, structured.of(raw).masked_fill(forbidden, _NEGATIVE), own))
         structured.put(logits, own)

@@ -67,6 +67,10 @@ _RULES: tuple[tuple[Callable[[Submit, RequestParams], bool], str], ...] = (
     ),
     (lambda submit, params: params.beam is None or _is_beam(params.beam, params.n), "an impossible {params.beam}"),
     (
+        lambda submit, params: params.beam is None or params.sampling.thinking is None,
+        "a beam search with a thinking budget",
+    ),
+    (
         lambda submit, params: max(len(submit.request_id), len(params.key)) <= _MAX_TEXT,
         f"a name of more than {_MAX_TEXT} characters",
     ),
@@ -125,9 +129,9 @@ def check(submit: Submit, vocab_size: int) -> None:
             raise ImpossibleError(text.format(submit=submit, params=params))
     if params.adapter is not None and (error := adapter_error(params.adapter)) is not None:
         raise ImpossibleError(error)
-    constraints = params.sampling.constraints
-    if constraints is not None and (error := constraints.error(vocab_size)) is not None:
-        raise ImpossibleError(error)
+    for limit in (params.sampling.constraints, params.sampling.thinking):
+        if limit is not None and (error := limit.error(vocab_size)) is not None:
+            raise ImpossibleError(error)
 
 
 def _tokens_of(packed: bytes, vocab_size: int) -> "array[int]":

@@ -14,9 +14,10 @@ trip between executor and scheduler per step. That pays where few sequences run 
 alternative is drafting in the executor, which knows the tokens first. Two steps would stay in flight, but the scheduler
 could plan neither a row's blocks nor its end.
 
-Nothing is drafted where sampling depends on more than the model, see ``is_draftable``. The KV of tokens that were not
-kept is behind the last known token, where the next step overwrites it, and blocks are cached up to that token only.
-The executor writes states of recurrent layers behind the tokens that are kept.
+Nothing is drafted where sampling depends on more than the model, see ``is_draftable``, nor where a thinking budget may
+force a token. The KV of tokens that were not kept is behind the last known token, where the next step overwrites it,
+and blocks are cached up to that token only. The executor writes states of recurrent layers behind the tokens that are
+kept.
 """
 
 from array import array
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS
 from pagewise_shared.sampling import num_accepted
 from pagewise_shared.segments import TOKEN_ID
+from pagewise_shared.thinking import UNLIMITED
 
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.requests.request import RequestSequence, SequenceStatus
@@ -131,7 +133,8 @@ class Drafting(Feature):
         if sequence.num_tokens < sequence.draft_after or not is_draftable(sequence):
             return 0
         # Each step samples one token more than its draft has.
-        return min(self._config.num_speculative_tokens, sequence.run_until - sequence.num_tokens - 1)
+        left = min(sequence.run_until - sequence.num_tokens, _num_free(sequence))
+        return min(self._config.num_speculative_tokens, left - 1)
 
     def _found(self, sequence: RequestSequence, most: int) -> "array[int]":
         """At most ``most`` tokens that followed the last tokens of a sequence earlier on, up to a stop token."""
@@ -180,6 +183,18 @@ def _pause(sequence: RequestSequence) -> None:
     """Let a sequence take tokens without drafts: twice as many as after its last wrong draft. One is in flight."""
     sequence.draft_pause = min(_LONGEST_PAUSE, 2 * sequence.draft_pause + 1)
     sequence.draft_after = sequence.num_tokens + 1 + sequence.draft_pause
+
+
+def _num_free(sequence: RequestSequence) -> int:
+    """How many of the next tokens no thinking budget can force."""
+    thinking = sequence.thinking
+    if thinking is None:
+        return UNLIMITED
+    for token in sequence.output_token_ids[thinking.num_tokens :]:
+        thinking.push(token)
+    if thinking.over:
+        sequence.thinking = None
+    return thinking.num_free
 
 
 def is_draftable(sequence: RequestSequence) -> bool:

@@ -12,6 +12,7 @@ from pagewise_shared.block_hash import ONE_ROPE, rope_salt
 from pagewise_shared.protocol import DEVICE, SOURCES, RequestParams, tier_name
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.segments import Segment, num_computed
+from pagewise_shared.thinking import ThinkingState
 
 from pagewise_scheduler.core.memory import eviction
 from pagewise_scheduler.core.memory.block_table import BlockTable, WindowTable
@@ -86,6 +87,7 @@ class RequestSequence:
         num_passed: number of sequences that started before it while it was the head of the queue.
         draft_after, draft_pause: the number of its tokens from which on drafts are allowed, and the number of tokens
             that it has taken without a draft since the last draft.
+        thinking: how far it has used its thinking budget, as far as drafts need to know; None: it has none.
     """
 
     request: "Request"
@@ -114,6 +116,7 @@ class RequestSequence:
     stop_reason: str | int | None = None
     draft_after: int = 0
     draft_pause: int = 0
+    thinking: ThinkingState | None = None
 
     def note(self, event: object) -> None:
         """Remember an event of its memory: a ``Recovery`` with which it begins or comes back, or ``Preempted``."""
@@ -299,7 +302,8 @@ class Request:
             sampling = msgspec.structs.replace(sampling, temperature=0.0, logprobs=wanted, beam=True)
         stop_ids = _stop_set(sampling.stop_token_ids)
         table = BlockTable(block_size, params.cache_salt, self.ref, windows)
-        made = RequestSequence(self, index, sampling, table, stop_ids=stop_ids)
+        thinking = ThinkingState(sampling.thinking) if sampling.thinking is not None else None
+        made = RequestSequence(self, index, sampling, table, stop_ids=stop_ids, thinking=thinking)
         made.sink, made.stream = self.sink, self.stream + index
         self.sequences.append(made)
         self.num_pending -= 1
