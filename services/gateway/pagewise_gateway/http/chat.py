@@ -29,6 +29,7 @@ from pagewise_gateway.http.responses import (
 )
 from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.structured import answer_grammar, grammar_of, wanted_grammar
+from pagewise_gateway.http.thinking import thinking_budget
 from pagewise_gateway.http.writing import EventTemplate, event
 from pagewise_gateway.text.output_parsing import Delta, MessageParser, Start, joined
 
@@ -249,10 +250,13 @@ async def run_chat(
     grammar = await grammar_of(
         service, answer_grammar(body, parsing, start, service.tokenizer.special_tokens), capacity, key
     )
+    output = parsing.format if parsing is not None else None
+    calls = bool(body.tools) and body.tool_choice != "none"
     sampling = params.sampling_params(
         body,
         service.tokenizer,
         capacity,
+        thinking=thinking_budget(body, output, start, service.tokenizer, capacity, calls=calls),
         bad_words=await encode_bad_words(service, body.bad_words or [], key),
         grammar=grammar,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

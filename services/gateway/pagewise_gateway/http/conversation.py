@@ -206,6 +206,7 @@ class ChatFormats:
     Fields:
         template_kwargs: default variables of the chat template.
         tool_parser: the name of the format in which the model calls tools; None: it is not known.
+        reasoning: the format of outputs without calls; None: it is not known.
     """
 
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer) -> None:
@@ -219,7 +220,7 @@ class ChatFormats:
         self._warned = False
         self._auto = config.enable_auto_tool_choice
         self._with_tools = make_format(config.tool_call_parser, config.reasoning_parser)
-        self._without_tools = make_format(None, config.reasoning_parser)
+        self.reasoning = make_format(None, config.reasoning_parser)
         self._special_tokens = tokenizer.special_tokens
         self._writes_tools = tokenizer.chat_template.writes_tools
         if config.tool_call_parser is not None and not self._writes_tools:
@@ -262,7 +263,7 @@ class ChatFormats:
     def parsing(self, body: ChatRequest) -> Parsing | None:
         """Return the options of parsing the outputs of a request; None: outputs are content as they are."""
         calls = bool(body.tools) and body.tool_choice != "none"
-        chosen = self._with_tools if calls else self._without_tools
+        chosen = self._with_tools if calls else self.reasoning
         if chosen is None:
             return None
         special = self._special_tokens

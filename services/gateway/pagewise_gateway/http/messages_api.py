@@ -19,6 +19,8 @@ from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.places import Breakpoint
 from pagewise_gateway.http.prompts import encode_chat
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, ContentPart, JSONSchema, JSONSchemaFormat
+from pagewise_gateway.http.thinking import drop_impossible_budget
+from pagewise_gateway.http.thinking_schema import thinking_variables
 from pagewise_gateway.http.tools_schema import (
     AssistantToolCall,
     CalledFunction,
@@ -41,6 +43,8 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     body, intake = await read_request(request, schema.MessagesRequest)
     chat = chat_request(body)
     del body  # this frame lives until the response has ended
+    service = request.app[Service.KEY]
+    drop_impossible_budget(chat, service.formats.reasoning, service.tokenizer)
     return await run_chat(request, chat, intake, lambda run: MessageAnswer(run, f"msg_{request[REQUEST_ID]}"))
 
 
@@ -109,6 +113,7 @@ def chat_request(body: schema.CountRequest) -> ChatRequest:
         chat_template_kwargs=_template_kwargs(body),
         include_reasoning=body.thinking is None or body.thinking.type != "disabled",
         reasoning_effort=config.effort,
+        thinking_token_budget=_budget(body),
         **{ours: getattr(body, theirs, None) for ours, theirs in _FIELDS.items()},
     )
     if body.tool_choice is not None:
@@ -212,11 +217,14 @@ def _tool_choice(body: schema.CountRequest) -> ToolChoice | None:
     return "required" if choice.type == "any" else "none" if choice.type == "none" else "auto"
 
 
+def _budget(body: schema.CountRequest) -> int | None:
+    return body.thinking.budget_tokens if body.thinking is not None and body.thinking.type == "enabled" else None
+
+
 def _template_kwargs(body: schema.CountRequest) -> dict[str, object] | None:
     if body.thinking is None or body.thinking.type == "adaptive":
         return body.chat_template_kwargs
-    thinks = body.thinking.type == "enabled"
-    return {"enable_thinking": thinks, "thinking": thinks, **(body.chat_template_kwargs or {})}
+    return thinking_variables(body.thinking.type == "enabled") | (body.chat_template_kwargs or {})
 
 
 # ---- the answer ----

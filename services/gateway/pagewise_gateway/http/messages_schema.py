@@ -114,10 +114,13 @@ class MessageToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """Whether the model thinks: the variables ``enable_thinking`` and ``thinking`` of the chat template."""
+    """Whether the model thinks: the variables ``enable_thinking`` and ``thinking`` of the chat template.
+
+    ``budget_tokens``: of "enabled", the most tokens of it, where --reasoning-parser is set.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(description="Accepted, and without any effect.")] | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     display: str | None = None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.sampling import BeamParams, SamplingParams, TokenConstraints, token_constraints
+from pagewise_shared.thinking import ThinkingBudget
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.credentials import Client
@@ -53,6 +54,7 @@ _NOT_BEAMS: dict[str, tuple[object, ...]] = {
     "logit_bias": ({},),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
+    "thinking_token_budget": (-1,),
 }
 
 
@@ -160,6 +162,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     grammar: str = "",
+    thinking: ThinkingBudget | None = None,
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with defaults filled in and checked against the vocabulary.
 
@@ -184,6 +187,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         constraints=_constraints(body, bad_words, capacity),
         grammar=grammar,
+        thinking=thinking,
     )
 
 

@@ -27,7 +27,12 @@ from pagewise_gateway.http.tools_schema import (
 )
 from pagewise_gateway.metrics import LeftOutTool
 
-FIELD_NAMES = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+FIELD_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "thinking_token_budget": "reasoning.max_tokens",
+}
 """The fields of a chat that have other names in this API."""
 _ITEMS: dict[str, type[Struct]] = {
     "message": schema.MessageItem,
@@ -54,6 +59,7 @@ def chat_request(body: schema.ResponsesRequest) -> ChatRequest:
         tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        thinking_token_budget=body.reasoning.max_tokens if body.reasoning is not None else None,
         response_format=_format(body),
         stream=body.stream,
         chat_template_kwargs=body.chat_template_kwargs,

@@ -11,9 +11,9 @@ from pagewise_gateway.http.schema import (
     CacheRetention,
     CacheSalt,
     Ignored,
-    ReasoningEffort,
     TemplateKwargs,
 )
+from pagewise_gateway.http.thinking_schema import ReasoningEffort, ThinkingTokens
 from pagewise_gateway.http.tools_schema import MAX_TOOLS, FunctionName, Id
 
 MAX_ITEMS = 4096
@@ -150,6 +150,7 @@ class Reasoning(Struct, forbid_unknown_fields=True):
     is kept."""
 
     effort: ReasoningEffort | None = None
+    max_tokens: ThinkingTokens | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None

@@ -10,6 +10,12 @@ from msgspec import Meta, Struct
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from pagewise_shared.segments import MAX_SEGMENTS
 
+from pagewise_gateway.http.thinking_schema import (
+    ReasoningEffort,
+    ReasoningOptions,
+    ThinkingTokens,
+    thinking_variables,
+)
 from pagewise_gateway.http.tools_schema import MAX_TOOL_CALLS, AssistantToolCall, Id, ToolChoice, ToolList
 
 MAX_STOP_STRINGS = 16
@@ -257,6 +263,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
         ResponseFormat | None, Meta(description="The format of the output, as structured_outputs.")
     ] = None
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: ThinkingTokens | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
     prompt_cache_key: CacheKey | None = None
@@ -307,12 +314,6 @@ TemplateKwargs = Annotated[
 ]
 
 
-ReasoningEffort = Annotated[
-    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
-    Meta(description="A variable of the chat template, as in chat_template_kwargs."),
-]
-
-
 class ChatRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
@@ -332,6 +333,22 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     include_reasoning: Annotated[
         bool | None, Meta(description="Whether the answer has its reasoning; true by default.")
     ] = None
+    reasoning: ReasoningOptions | None = None
+
+    def __post_init__(self) -> None:
+        """Set the fields for which ``reasoning`` has other names.
+
+        Raises:
+            ValueError: they have other values.
+        """
+        if self.reasoning is None:
+            return
+        for name, value in self.reasoning.fields().items():
+            if getattr(self, name) not in (None, value):
+                raise ValueError(f"{name} and reasoning contradict each other")
+            setattr(self, name, value)
+        if (thinks := self.reasoning.enabled) is not None:
+            self.chat_template_kwargs = thinking_variables(thinks) | (self.chat_template_kwargs or {})
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
