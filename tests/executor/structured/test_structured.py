@@ -9,17 +9,22 @@ import numpy as np
 import pytest
 
 pytest.importorskip("llguidance")
+import tokenizers
 import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_gateway.structured.grammars import choice_grammar, json_schema_grammar, regex_grammar
+from pagewise_gateway.structured.tool_calls import after_reasoning
+from pagewise_gateway.text.output_parsing import OutputFormat, Start
+from pagewise_gateway.text.output_parsing.formats import ReasoningFormat
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.protocol import StepPlan, TokenLogprobs, Welcome, decode_from_scheduler, encode, unpack_int32s
+from pagewise_shared.thinking import ThinkingBudget
 
 from tests.executor.driver import drive, request, run_requests
 from tests.executor.runners import build_runner
-from tests.structured import EOS, VOCAB_SIZE, Reference, build_structured_model, random_grammar, text_of
+from tests.structured import EOS, SPECIAL, VOCAB_SIZE, Reference, build_structured_model, random_grammar, text_of
 
 PROMPT = [5, 9, 12, 30, 4]
 PERSON = {
@@ -185,6 +190,44 @@ def test_where_other_parameters_leave_no_token_the_grammar_decides(runner: Model
     assert {texts[name] for name in ("min_tokens", "allowed", "ignore_eos", "biased")} == {"yes"}
     assert len(texts["as long as it may"]) == 4
     assert len(texts["at least three"]) >= 3
+
+
+def test_reasoning_ends_when_its_budget_is_used_up(runner: ModelRunner, model_path: Path) -> None:
+    special = {text: number for number, text in enumerate(SPECIAL)}
+    opening, end = special["<bos>"], special["<pad>"]
+    written = OutputFormat(reasoning=ReasoningFormat("<bos>", "<pad>"))
+    phrase = (*(tokenizers.Tokenizer.from_file(str(model_path / "tokenizer.json")).encode("ab").ids), end)
+    kinds: list[tuple[Start, ThinkingBudget]] = [
+        ("reasoning", ThinkingBudget(0, end, (end,), (opening,))),
+        ("reasoning", ThinkingBudget(12, end, phrase, (opening,))),
+        ("main", ThinkingBudget(7, end, (end,), (opening,), 4)),
+    ]
+
+    def asked() -> list[Request]:
+        requests = []
+        for number in range(12):
+            start, thinking = kinds[number % 3]
+            grammar = after_reasoning(choice_grammar(["12", "abc"]), written, special, start)
+            # Half of them do not end by themselves.
+            bias = {opening: 100.0, EOS: 8.0, end: -100.0 if number % 2 else 0.0}
+            requests.append(structured(grammar, 60, f"t{number}", number, thinking=thinking, logit_bias=bias))
+        return requests
+
+    alone, late = asked(), 0
+    for one in alone:
+        run_requests(runner, [one])
+    for number, (output,) in enumerate(outputs([one]) for one in alone):
+        start, thinking = kinds[number % 3]
+        first, last = 0 if start == "reasoning" else output.index(opening) + 1, output.index(end)
+        assert text_of(model_path, output[last:]).strip() in ("12", "abc")
+        over = last - first - (thinking.num_tokens + len(thinking.forced) - 1)
+        assert over <= 3, "the grammar wants whole characters, which have up to four bytes"
+        late += over > 0
+    assert late
+    together = asked()
+    scheduler, _ = run_requests(runner, together, num_blocks=9, max_num_seqs=8)
+    assert scheduler.num_preemptions > 0
+    assert outputs(together) == outputs(alone)
 
 
 def test_log_probabilities_are_those_of_the_model(runner: ModelRunner, model_path: Path) -> None:
