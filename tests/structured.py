@@ -25,8 +25,8 @@ VOCAB_SIZE = 280
 """More than the tokenizer has: as many models have it, whose vocabulary is padded."""
 
 
-def save_tokenizer(path: Path) -> None:
-    """Save a byte-level tokenizer that has any byte, and a few tokens of several."""
+def save_tokenizer(path: Path, *special: str) -> None:
+    """Save a byte-level tokenizer that has any byte, a few tokens of several, and these ``special`` tokens besides."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     spelled = spelled_bytes()
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *alphabet))}
@@ -39,8 +39,8 @@ def save_tokenizer(path: Path) -> None:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(SPECIAL))
-    assert len(vocabulary) < VOCAB_SIZE
+    backend.add_special_tokens([*SPECIAL, *special])
+    assert len(vocabulary) + len(special) < VOCAB_SIZE
     backend.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "bos_token": "<bos>"}))
 

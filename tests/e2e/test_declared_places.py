@@ -1,4 +1,4 @@
-"""The second request with a system prompt begins where the system prompt ends, in a hybrid model."""
+"""Hybrid models, served: the second request with a system prompt begins where that ends, and thinking has budgets."""
 
 import json
 import urllib.request
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from benchmarks.processes import Served, serving
@@ -14,7 +16,7 @@ from tests.structured import VOCAB_SIZE, save_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content | trim }}<eos>{% endfor %}"
-    "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<bos>assistant\n{% if thinking %}<think>\n{% endif %}{% endif %}"
 )
 RULES = "You are a helpful assistant of a shop for bicycles, and answer in few words. "
 QUESTIONS = ("What does the red one cost? " * 8, "Where is the shop? " * 12, "Which lock do you recommend? " * 8)
@@ -25,9 +27,10 @@ BLOCK = 16
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path: Path = tmp_path_factory.mktemp(request.param)
     build_model(request.param, path, vocab_size=VOCAB_SIZE, max_position_embeddings=2048)
-    save_tokenizer(path)
+    save_tokenizer(path, "<think>", "</think>")
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    with serving("--model", str(path), "--num-blocks", "400", "--served-model-name", "hybrid") as running:
+    options = ("--num-blocks", "400", "--served-model-name", "hybrid", "--reasoning-parser", "qwen3")
+    with serving("--model", str(path), *options) as running:
         yield running
 
 
@@ -80,3 +83,33 @@ def test_breakpoints_of_messages(server: Served) -> None:
     assert hits[2] == up_to("_system\n", rules, "\n", changing.strip(), "__user\n", document)
     assert hits[3] == 0
     assert said[3] == said[2], "it began with the right states"
+
+
+def test_thinking_ends_when_its_budget_is_used_up(server: Served) -> None:
+    messages: Any = [{"role": "user", "content": "Which one?"}]
+    opened: Any = {"chat_template_kwargs": {"thinking": True}, "return_token_ids": True}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
+        def answers(**extra: Any) -> list[Any]:
+            fields = {"model": "hybrid", "seed": 4, "max_tokens": 24, "messages": messages}
+            return client.chat.completions.create(n=3, logprobs=True, extra_body=opened | extra, **fields).choices
+
+        found = answers(thinking_token_budget=9)
+        end = found[0].token_ids[9]
+        assert [choice.token_ids.index(end) for choice in found] == [9] * 3
+        assert [len(choice.logprobs.content) for choice in found] == [len(choice.token_ids) for choice in found]
+        assert len({tuple(choice.token_ids) for choice in found}) == 3
+        free = answers()
+        assert all(one.token_ids[:9] == other.token_ids[:9] for one, other in zip(found, free, strict=True))
+        again = answers(reasoning={"max_tokens": 9})
+        assert [choice.token_ids for choice in again] == [choice.token_ids for choice in found]
+        for choice in answers(thinking_token_budget=0, structured_outputs={"choice": ["12", "abc"]}):
+            assert choice.token_ids[0] == end
+            assert choice.message.content in ("12", "abc")
+            assert not choice.message.reasoning
+    with anthropic.Anthropic(base_url=server.url, api_key="none") as client:
+        given: Any = {"type": "enabled", "budget_tokens": 12}
+        with client.messages.stream(model="hybrid", max_tokens=40, thinking=given, messages=messages) as stream:
+            message = stream.get_final_message()
+    assert message.content[0].type == "thinking"
+    assert message.content[1].type == "text"
