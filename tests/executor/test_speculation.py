@@ -14,6 +14,7 @@ from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
+from pagewise_shared.thinking import ThinkingBudget
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import arena_of, request, run_requests
@@ -45,6 +46,7 @@ def requests(max_tokens: int = 45) -> list[Request]:
         {"allowed": few, "temperature": 2.0, "seed": 9, "repetition_penalty": 1.2},
         {"allowed": few, "logprobs": 2},
         {"allowed": few, "bad_words": ((phrase[2], phrase[3]),)},
+        {"allowed": few, "thinking": ThinkingBudget(max_tokens // 2, 2, (phrase[0], 2), (phrase[1],))},
     ]
     return [request(prompt(1 + number % 4), max_tokens, f"r{number}", **kind) for number, kind in enumerate(kinds)]
 

@@ -211,6 +211,14 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     ] = False
     tool_call_parser: Annotated[ToolCallParser | None, _help("format in which the model writes tool calls")] = None
     reasoning_parser: Annotated[ReasoningParser | None, _help("format in which the model writes its reasoning")] = None
+    reasoning_config: Annotated[
+        str | None,
+        _help(
+            "text with which reasoning ends when a request's thinking budget is used up, as JSON: reasoning_end_str",
+            "JSON",
+            more="[tools.md](tools.md#thinking-budgets) describes thinking budgets.",
+        ),
+    ] = None
     default_chat_template_kwargs: Annotated[
         str | None,
         _help("variables of the chat template that requests need not give, as JSON", "JSON"),
@@ -665,7 +673,9 @@ _GROUPS = {
         "host port reuse_port allowed_hosts ssl_certfile ssl_keyfile max_connections keepalive_timeout "
         "write_timeout max_body_bytes max_body_memory max_answer_memory max_n console console_shows_text"
     ),
-    "conversations": "enable_auto_tool_choice tool_call_parser reasoning_parser default_chat_template_kwargs",
+    "conversations": (
+        "enable_auto_tool_choice tool_call_parser reasoning_parser reasoning_config default_chat_template_kwargs"
+    ),
     "API keys": (
         "api_keys_file share_cache public_metrics key_concurrent key_requests_per_minute key_tokens_per_minute"
     ),

@@ -1,11 +1,14 @@
 """Thinking budgets in the APIs: which tokens the scheduler is asked to force, and what is refused."""
 
+import json
+import re
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 from pagewise_gateway.text.tokenizer import Tokenizer
+from pagewise_shared.errors import ConfigError
 from pagewise_shared.thinking import UNLIMITED, ThinkingBudget
 
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -140,3 +143,24 @@ async def test_gpt_oss_goes_on_with_another_message(tools: Any) -> None:
     assert decoded == f"<|end|><|start|>assistant<|channel|>{rest}"
     assert HARMONY_TOKENIZER.decode(found.opening, skip_special_tokens=False) == "<|channel|>analysis<|message|>"
     assert (found.num_tokens, found.end, found.opens_within) == (6, found.forced[0], UNLIMITED)
+
+
+async def test_the_end_of_reasoning_may_say_more_than_its_delimiter() -> None:
+    ending = "Enough.\n</think>\n"
+    config = json.dumps({"reasoning_start_str": "<think>", "reasoning_end_str": ending})
+    async with serving(tokenizer=TOKENIZER, reasoning_config=config, **HERMES) as server:
+        await server.post("/v1/completions", {"prompt": "Hallo", "thinking_token_budget": 5})
+        found = thinking(server)
+    assert found == ThinkingBudget(5, END, tuple(TOKENIZER.encode(ending, False)), (OPEN,), 4)
+    for wrong, options, reason in (
+        ("{", HERMES, "no JSON object"),
+        ('{"start": "a"}', HERMES, "unknown field `start`"),
+        ('{"reasoning_start_str": "[THINK]"}', HERMES, "reasoning_start_str of this --reasoning-parser is '<think>'"),
+        ('{"reasoning_end_str": "Enough."}', HERMES, "has no '</think>'"),
+        (json.dumps({"reasoning_end_str": "a" * 200 + "</think>"}), HERMES, "more than 128 tokens"),
+        ("{}", {}, "requires a --reasoning-parser"),
+        ("{}", HARMONY, "requires a --reasoning-parser whose format has delimiters"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            async with serving(tokenizer=TOKENIZER, reasoning_config=wrong, **options):
+                pass

@@ -29,7 +29,6 @@ from pagewise_gateway.http.responses import (
 )
 from pagewise_gateway.http.schema import ChatRequest
 from pagewise_gateway.http.structured import answer_grammar, grammar_of, wanted_grammar
-from pagewise_gateway.http.thinking import thinking_budget
 from pagewise_gateway.http.writing import EventTemplate, event
 from pagewise_gateway.text.output_parsing import Delta, MessageParser, Start, joined
 
@@ -256,7 +255,7 @@ async def run_chat(
         body,
         service.tokenizer,
         capacity,
-        thinking=thinking_budget(body, output, start, service.tokenizer, capacity, calls=calls),
+        thinking=service.formats.budgets.of(body, output, start, capacity, calls=calls),
         bad_words=await encode_bad_words(service, body.bad_words or [], key),
         grammar=grammar,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

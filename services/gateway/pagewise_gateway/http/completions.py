@@ -22,7 +22,6 @@ from pagewise_gateway.http.prompts import check_prompts, encode_bad_words, encod
 from pagewise_gateway.http.responses import CompletionChoice, CompletionResponse
 from pagewise_gateway.http.schema import CompletionRequest
 from pagewise_gateway.http.structured import grammar_of, wanted_grammar
-from pagewise_gateway.http.thinking import start_of_completions, thinking_budget
 from pagewise_gateway.http.writing import EventTemplate, encode, event
 from pagewise_gateway.scheduler_client import LiveRequest
 
@@ -50,15 +49,13 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     check_segments(body, given)
     capacity = await service.scheduler_client.wait_for_capacity()
     params.check_output_length(body.max_tokens, capacity, "max_tokens")
-    output = service.formats.reasoning
-    start = start_of_completions(given, output, service.tokenizer)
     sampling = params.sampling_params(
         body,
         service.tokenizer,
         capacity,
         bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
         grammar=await grammar_of(service, wanted_grammar(body), capacity, request[CLIENT].name),
-        thinking=thinking_budget(body, output, start, service.tokenizer, capacity),
+        thinking=service.formats.budgets.of_completions(body, given, capacity),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )

@@ -13,6 +13,7 @@ from pagewise_shared.errors import ConfigError
 from pagewise_gateway.http import schema
 from pagewise_gateway.http.errors import APIError, InvalidRequestError
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, TokenizeRequest
+from pagewise_gateway.http.thinking import ThinkingBudgets
 from pagewise_gateway.http.tools_schema import NamedToolChoice, Tool
 from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Start, Tools, make_format
 from pagewise_gateway.text.template import RESERVED_NAMES, Dialect
@@ -206,7 +207,7 @@ class ChatFormats:
     Fields:
         template_kwargs: default variables of the chat template.
         tool_parser: the name of the format in which the model calls tools; None: it is not known.
-        reasoning: the format of outputs without calls; None: it is not known.
+        budgets: makes the thinking budgets of requests.
     """
 
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer) -> None:
@@ -220,7 +221,8 @@ class ChatFormats:
         self._warned = False
         self._auto = config.enable_auto_tool_choice
         self._with_tools = make_format(config.tool_call_parser, config.reasoning_parser)
-        self.reasoning = make_format(None, config.reasoning_parser)
+        self._without_tools = make_format(None, config.reasoning_parser)
+        self.budgets = ThinkingBudgets(config, self._without_tools, tokenizer)
         self._special_tokens = tokenizer.special_tokens
         self._writes_tools = tokenizer.chat_template.writes_tools
         if config.tool_call_parser is not None and not self._writes_tools:
@@ -263,7 +265,7 @@ class ChatFormats:
     def parsing(self, body: ChatRequest) -> Parsing | None:
         """Return the options of parsing the outputs of a request; None: outputs are content as they are."""
         calls = bool(body.tools) and body.tool_choice != "none"
-        chosen = self._with_tools if calls else self.reasoning
+        chosen = self._with_tools if calls else self._without_tools
         if chosen is None:
             return None
         special = self._special_tokens

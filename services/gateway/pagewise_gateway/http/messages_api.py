@@ -19,7 +19,6 @@ from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.places import Breakpoint
 from pagewise_gateway.http.prompts import encode_chat
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, ContentPart, JSONSchema, JSONSchemaFormat
-from pagewise_gateway.http.thinking import drop_impossible_budget
 from pagewise_gateway.http.thinking_schema import thinking_variables
 from pagewise_gateway.http.tools_schema import (
     AssistantToolCall,
@@ -43,8 +42,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     body, intake = await read_request(request, schema.MessagesRequest)
     chat = chat_request(body)
     del body  # this frame lives until the response has ended
-    service = request.app[Service.KEY]
-    drop_impossible_budget(chat, service.formats.reasoning, service.tokenizer)
+    request.app[Service.KEY].formats.budgets.drop_impossible(chat)
     return await run_chat(request, chat, intake, lambda run: MessageAnswer(run, f"msg_{request[REQUEST_ID]}"))
 
 

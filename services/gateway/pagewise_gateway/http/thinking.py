@@ -1,10 +1,13 @@
-"""Turns the thinking budget of a request into tokens: those that begin and end the model's reasoning."""
+"""Turns the thinking budgets of requests into tokens: those that begin and end the model's reasoning."""
 
 import logging
 from collections.abc import Sequence
-from functools import cache
 
-from pagewise_shared.thinking import UNLIMITED, ThinkingBudget
+import msgspec
+from msgspec import Struct
+from pagewise_shared.config import GatewayConfig
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.thinking import MAX_FORCED, UNLIMITED, ThinkingBudget
 
 from pagewise_gateway.generation import Capacity
 from pagewise_gateway.http.errors import InvalidRequestError, UnsupportedParameterError
@@ -14,7 +17,8 @@ from pagewise_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-FIELD = "thinking_token_budget"
+_FIELD = "thinking_token_budget"
+_OPTION = "--reasoning-config"
 _NO_LIMIT = -1
 _HARMONY = "<|channel|>analysis<|message|>", "<|end|>"
 _OTHER_MESSAGE, _ANSWER = "<|end|><|start|>assistant<|channel|>", "final<|message|>"
@@ -24,85 +28,121 @@ _LAST_CHARACTERS, _LAST_TOKENS = 64, 8
 """The end of a prompt, which shows whether it begins the reasoning."""
 
 
-def why_unlimited(output: OutputFormat | None, tokenizer: Tokenizer) -> str:
-    """Return why the reasoning of the model cannot be limited here; empty: it can. ``output``: its format."""
-    if output is None or not (output.harmony or output.reasoning):
-        return "the format of this model's reasoning is not known here, because --reasoning-parser is not set"
-    closing = _delimiters(output)[1]
-    if len(tokenizer.encode(closing, add_special_tokens=False)) != 1:
-        return f"this model has no token for {closing}"
-    return ""
+class _ReasoningConfig(Struct, forbid_unknown_fields=True):
+    """vLLM's ``--reasoning-config``. ``reasoning_start_str``: the delimiter of the parser. ``reasoning_end_str``: the
+    text that ends the reasoning by force, which may say more than the delimiter."""
+
+    reasoning_start_str: str | None = None
+    reasoning_end_str: str | None = None
 
 
-def thinking_budget(
-    body: GenerationFields,
-    output: OutputFormat | None,
-    start: Start,
-    tokenizer: Tokenizer,
-    capacity: Capacity,
-    *,
-    calls: bool = False,
-) -> ThinkingBudget | None:
-    """Return the thinking budget of a request; None: it has none, or its prompt has ended the reasoning.
+class ThinkingBudgets:
+    """Makes the thinking budgets of requests to one model.
 
-    ``output``, ``start``: the format of the output, and where it begins. ``calls``: whether functions may be called.
-
-    Raises:
-        UnsupportedParameterError: the reasoning of this model cannot be limited.
+    ``reasoning``: the format of outputs without calls; None: it is not known.
     """
-    wanted = body.thinking_token_budget
-    if wanted is None or wanted == _NO_LIMIT:
-        return None
-    reason = why_unlimited(output, tokenizer)
-    if reason or output is None:
-        raise UnsupportedParameterError(f"{FIELD}: {reason}", FIELD)
-    if start == "ended":
-        return None
-    opening, closing = _delimiters(output)
-    forced, opens_within = closing, 0 if start in ("reasoning", "implied") else _FIRST_TOKENS
-    if output.harmony:
-        forced, opens_within = _OTHER_MESSAGE if calls else _OTHER_MESSAGE + _ANSWER, UNLIMITED
-    begin, (end,), tokens = (tokenizer.encode(text, add_special_tokens=False) for text in (opening, closing, forced))
-    budget = ThinkingBudget(wanted, end, tuple(tokens), tuple(begin), opens_within)
-    if budget.error(capacity.vocab_size) is not None:
-        raise UnsupportedParameterError(f"{FIELD}: {closing} is outside the model's vocabulary", FIELD)
-    return budget
 
+    def __init__(self, config: GatewayConfig, reasoning: OutputFormat | None, tokenizer: Tokenizer) -> None:
+        """Raises:
+        ConfigError: ``--reasoning-config`` is invalid, or does not fit the format.
+        """
+        self._reasoning, self._tokenizer = reasoning, tokenizer
+        self._warned = False
+        self._end_text = self._end(config.reasoning_config) if config.reasoning_config is not None else ""
 
-def drop_impossible_budget(body: GenerationFields, output: OutputFormat | None, tokenizer: Tokenizer) -> None:
-    """Drop the thinking budget of a request if this model's reasoning cannot be limited, because some clients always
-    send one. ``output``: the format of its answers."""
-    if body.thinking_token_budget is not None and (reason := why_unlimited(output, tokenizer)):
-        _warn_once(reason)
+    def of(
+        self,
+        body: GenerationFields,
+        output: OutputFormat | None,
+        start: Start,
+        capacity: Capacity,
+        *,
+        calls: bool = False,
+    ) -> ThinkingBudget | None:
+        """Return the thinking budget of a request; None: it has none, or its prompt has ended the reasoning.
+
+        ``output``, ``start``: the format of the output, and where it begins. ``calls``: whether functions may be
+        called.
+
+        Raises:
+            UnsupportedParameterError: the reasoning of this model cannot be limited.
+        """
+        wanted = body.thinking_token_budget
+        if wanted is None or wanted == _NO_LIMIT:
+            return None
+        reason = self._why_unlimited(output)
+        if reason or output is None:
+            raise UnsupportedParameterError(f"{_FIELD}: {reason}", _FIELD)
+        if start == "ended":
+            return None
+        opening, closing = _delimiters(output)
+        forced, opens_within = self._end_text or closing, 0 if start in ("reasoning", "implied") else _FIRST_TOKENS
+        if output.harmony:
+            forced, opens_within = _OTHER_MESSAGE if calls else _OTHER_MESSAGE + _ANSWER, UNLIMITED
+        (end,) = self._tokens(closing)
+        budget = ThinkingBudget(wanted, end, self._tokens(forced), self._tokens(opening), opens_within)
+        if budget.error(capacity.vocab_size) is not None:
+            raise UnsupportedParameterError(f"{_FIELD}: {closing} is outside the model's vocabulary", _FIELD)
+        return budget
+
+    def drop_impossible(self, body: GenerationFields) -> None:
+        """Drop the budget of a request if this model's reasoning cannot be limited, and warn of it once: some clients
+        always send one."""
+        if body.thinking_token_budget is None or not (reason := self._why_unlimited(self._reasoning)):
+            return
         body.thinking_token_budget = None
+        if not self._warned:
+            self._warned = True
+            log.warning("thinking.budget_tokens of requests has no effect: %s", reason)
 
+    def of_completions(
+        self, body: GenerationFields, prompts: Sequence[str | list[int]], capacity: Capacity
+    ) -> ThinkingBudget | None:
+        """Return the thinking budget of the outputs of these prompts, as ``of`` does. The reasoning is open only where
+        a prompt says so, because no chat template has written it.
 
-@cache
-def _warn_once(reason: str) -> None:
-    log.warning("thinking.budget_tokens of requests has no effect: %s", reason)
+        Raises:
+            InvalidRequestError: some prompts begin it and others do not.
+            UnsupportedParameterError: the reasoning of this model cannot be limited.
+        """
+        output, starts = self._reasoning, set[Start]()
+        for prompt in prompts if body.thinking_token_budget is not None and output is not None else ():
+            end = prompt[-_LAST_CHARACTERS:] if isinstance(prompt, str) else self._text(prompt[-_LAST_TOKENS:])
+            start = output.start(end, None)
+            starts.add("main" if start == "implied" else start)
+        if len(starts) > 1:
+            raise InvalidRequestError(f"{_FIELD}: some of the prompts begin the reasoning and others do not", _FIELD)
+        return self.of(body, output, starts.pop() if starts else "main", capacity)
 
+    def _why_unlimited(self, output: OutputFormat | None) -> str:
+        """Return why outputs of this format cannot have a budget; empty: they can."""
+        if output is None or not (output.harmony or output.reasoning):
+            return "the format of this model's reasoning is not known here, because --reasoning-parser is not set"
+        closing = _delimiters(output)[1]
+        return "" if len(self._tokens(closing)) == 1 else f"this model has no token for {closing}"
 
-def start_of_completions(
-    prompts: Sequence[str | list[int]], output: OutputFormat | None, tokenizer: Tokenizer
-) -> Start:
-    """Return where the outputs of these prompts begin. Only what a prompt says counts, because the chat template has
-    not written it.
+    def _end(self, text: str) -> str:
+        """Return the text that ends the reasoning by force; empty: the delimiter of the format."""
+        try:
+            given = msgspec.json.decode(text, type=_ReasoningConfig)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise ConfigError(f"{_OPTION} is no JSON object that can be used: {error}") from error
+        if self._reasoning is None or self._reasoning.harmony:
+            raise ConfigError(f"{_OPTION} requires a --reasoning-parser whose format has delimiters")
+        opening, closing = _delimiters(self._reasoning)
+        if given.reasoning_start_str not in (None, opening):
+            raise ConfigError(f"{_OPTION}: reasoning_start_str of this --reasoning-parser is {opening!r}")
+        end = given.reasoning_end_str or ""
+        tokens = self._tokens(end)
+        if end and not (closing in end and len(tokens) <= MAX_FORCED and set(self._tokens(closing)) <= set(tokens)):
+            raise ConfigError(f"{_OPTION}: reasoning_end_str has no {closing!r}, or more than {MAX_FORCED} tokens")
+        return end
 
-    Raises:
-        InvalidRequestError: it is not the same for all.
-    """
-    if output is None:
-        return "main"
-    ends = (
-        prompt[-_LAST_CHARACTERS:]
-        if isinstance(prompt, str)
-        else tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False)
-        for prompt in prompts
-    )
-    starts: set[Start] = {"main" if (start := output.start(end, None)) == "implied" else start for end in ends}
-    if len(starts) > 1:
-        raise InvalidRequestError(f"{FIELD}: some of the prompts begin the reasoning and others do not", FIELD)
-    return starts.pop()
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _delimiters(output: OutputFormat) -> tuple[str, str]:
