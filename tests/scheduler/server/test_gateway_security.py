@@ -35,7 +35,8 @@ from pagewise_shared.protocol import (
     Welcome,
     encode,
 )
-from pagewise_shared.sampling import BeamParams
+from pagewise_shared.sampling import BeamParams, SamplingParams
+from pagewise_shared.thinking import ThinkingBudget
 
 from tests.scheduler.server.played_gateway import GREEDY, PlayedGateway, RefusedRequestError, prompts_of
 from tests.scheduler.server.stack import RawExecutor, executor, gateway, gateways_of, hello, int32s, running, until
@@ -51,6 +52,10 @@ def changed(**fields: object) -> Submit:
 
 def with_params(**fields: object) -> Submit:
     return changed(params=RequestParams(GREEDY, **fields))  # type: ignore[arg-type]
+
+
+def with_thinking(budget: ThinkingBudget, beam: BeamParams | None = None) -> Submit:
+    return changed(params=RequestParams(SamplingParams(thinking=budget), beam=beam))
 
 
 IMPOSSIBLE = [
@@ -82,6 +87,9 @@ IMPOSSIBLE = [
     with_params(beam=BeamParams(2, float("nan"))),
     with_params(beam=BeamParams(2, 1e300)),
     with_params(n=2, beam=BeamParams(1)),
+    with_thinking(ThinkingBudget(1, 2, (2,), (1,)), beam=BeamParams(1)),
+    with_thinking(ThinkingBudget(1, 2, (1,), (1,))),
+    with_thinking(ThinkingBudget(1, 4096, (4096,), (1,))),
     changed(request_id="x" * 10_000),
     with_params(key="x" * 10_000),
     with_params(priority=2**60),

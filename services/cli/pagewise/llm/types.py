@@ -47,6 +47,7 @@ class SamplingParams(Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
     prompt_logprobs: int | None = None
     structured_outputs: Mapping[str, Any] | None = None
     response_format: Mapping[str, Any] | None = None
+    thinking_token_budget: int | None = None
     priority: int = 0
     cache_salt: str | None = None
 
