@@ -105,14 +105,22 @@ class ThinkingBudgets:
             InvalidRequestError: some prompts begin it and others do not.
             UnsupportedParameterError: the reasoning of this model cannot be limited.
         """
-        output, starts = self._reasoning, set[Start]()
-        for prompt in prompts if body.thinking_token_budget is not None and output is not None else ():
-            end = prompt[-_LAST_CHARACTERS:] if isinstance(prompt, str) else self._text(prompt[-_LAST_TOKENS:])
-            start = output.start(end, None)
-            starts.add("main" if start == "implied" else start)
+        if body.thinking_token_budget is None:
+            return None
+        starts = {self._start(prompt) for prompt in prompts}
         if len(starts) > 1:
             raise InvalidRequestError(f"{_FIELD}: some of the prompts begin the reasoning and others do not", _FIELD)
-        return self.of(body, output, starts.pop() if starts else "main", capacity)
+        return self.of(body, self._reasoning, starts.pop(), capacity)
+
+    def _start(self, prompt: str | list[int]) -> Start:
+        if self._reasoning is None:
+            return "main"
+        if isinstance(prompt, str):
+            end = prompt[-_LAST_CHARACTERS:]
+        else:
+            end = self._tokenizer.decode(prompt[-_LAST_TOKENS:], skip_special_tokens=False)
+        start = self._reasoning.start(end, None)
+        return "main" if start == "implied" else start
 
     def _why_unlimited(self, output: OutputFormat | None) -> str:
         """Return why outputs of this format cannot have a budget; empty: they can."""
@@ -140,9 +148,6 @@ class ThinkingBudgets:
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _text(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _delimiters(output: OutputFormat) -> tuple[str, str]:
