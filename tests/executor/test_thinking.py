@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_scheduler.core.requests.request import Request
@@ -144,3 +145,21 @@ def test_impossible_budgets_are_no_plan(runner: ModelRunner, wrong: ThinkingBudg
     new = NewSequence(0, pack_int32s([1, 2, 3]), 3, 0, pack_int32s([0]), SamplingParams(thinking=wrong))
     with pytest.raises(InvalidPlanError, match="thinking budget"):
         runner.execute(StepPlan(1, 1, joined=(new,), chunks=((0, 3),)))
+
+
+def test_steps_that_sample_in_a_graph_are_sampled_again(path: Path, device: torch.device) -> None:
+    runner = build_runner(path, device=device.type, kernels="triton", max_num_seqs=4)
+
+    def sampled(*budgets: ThinkingBudget | None) -> list[list[int]]:
+        requests = [
+            request([20 + number, 30, 31], 9, f"g{number}", temperature=number / 2, seed=number, thinking=one)
+            for number, one in enumerate(budgets)
+        ]
+        run_requests(runner, requests, max_num_seqs=4)
+        return [one.sequences[0].output_token_ids.tolist() for one in requests]
+
+    free = sampled(None, None, None)
+    short, phrase, other = sampled(budget(4), budget(2, PHRASE), None)
+    assert short[:5] == [*free[0][:4], END]
+    assert phrase[:6] == [*free[1][:2], *PHRASE]
+    assert other == free[2]

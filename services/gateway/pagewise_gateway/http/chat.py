@@ -7,8 +7,9 @@ from typing import cast
 from aiohttp import web
 from msgspec import UNSET
 from pagewise_shared.protocol import Prompt, pack_int32s
+from pagewise_shared.thinking import ThinkingBudget
 
-from pagewise_gateway.generation import SequenceDelta
+from pagewise_gateway.generation import Capacity, SequenceDelta
 from pagewise_gateway.http import params, responses
 from pagewise_gateway.http.answers import Answer, ChatRun, OpenAIAnswer, cut, finish_reason, generate, usage
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
@@ -242,20 +243,16 @@ async def run_chat(
     wanted: int | None = getattr(body, given)
     params.check_output_length(wanted, capacity, given, least=1)
     encoded = await encode_chat(service, body, capacity, key)
-    start: Start = "main"
-    if parsing is not None:
-        start = parsing.format.start(encoded.text, _continued(body, parsing))
+    start = _start(body, parsing, encoded.text)
     # The arguments are not named, because this frame would keep the tools in them until the response has ended.
     grammar = await grammar_of(
         service, answer_grammar(body, parsing, start, service.tokenizer.special_tokens), capacity, key
     )
-    output = parsing.format if parsing is not None else None
-    calls = bool(body.tools) and body.tool_choice != "none"
     sampling = params.sampling_params(
         body,
         service.tokenizer,
         capacity,
-        thinking=service.formats.budgets.of(body, output, start, capacity, calls=calls),
+        thinking=_thinking_budget(service, body, parsing, start, capacity),
         bad_words=await encode_bad_words(service, body.bad_words or [], key),
         grammar=grammar,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -275,6 +272,19 @@ async def run_chat(
     with generate(request, body, (prompt,), sampling, n, intake, prompt_bytes, shown) as live:
         run = ChatRun(service, body, live, parsing, start, bool(body.continue_final_message))
         return await answer(run).respond(request)
+
+
+def _thinking_budget(
+    service: Service, body: ChatRequest, parsing: Parsing | None, start: Start, capacity: Capacity
+) -> ThinkingBudget | None:
+    output = parsing.format if parsing is not None else None
+    calls = bool(body.tools) and body.tool_choice != "none"
+    return service.formats.budgets.of(body, output, start, capacity, calls=calls)
+
+
+def _start(body: ChatRequest, parsing: Parsing | None, prompt: str) -> Start:
+    """Return where an output begins. ``prompt``: the end of its text."""
+    return "main" if parsing is None else parsing.format.start(prompt, _continued(body, parsing))
 
 
 def _continued(body: ChatRequest, parsing: Parsing) -> str | None:
