@@ -21,6 +21,7 @@ from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.server.executor_checks import checked_inventory, shape_of
 from pagewise_shared.protocol import Copied, Found, LookUp, StepPlan, Welcome, decode_from_scheduler, encode
+from pagewise_shared.thinking import ThinkingBudget
 
 from tests.core_requests import make_request
 from tests.executor.random_texts import MOST_PROMPT, Texts
@@ -28,7 +29,7 @@ from tests.executor.references import Answer, check_answers
 from tests.executor.runners import build_runner, peers_at
 from tests.sampling import sampling_params
 
-MOST_OUTPUT = 30
+MOST_OUTPUT, END = 30, 5
 MOST_SEQS, BUDGET = 12, 64
 
 
@@ -180,6 +181,8 @@ class Walk:
             seed=number,
             logprobs=0,
             stop_token_ids=tuple(self._texts.random(rng.choice((0, 0, 5)))),
+            # Greedy tokens are compared with those of a pass that forces none.
+            thinking=None if greedy or number % 2 else ThinkingBudget(number % 23, END, (END,), (END + 1,)),
         )
         n = rng.choice((1, 1, 1, 2, 4))
         made = make_request(
@@ -288,6 +291,8 @@ class Walk:
         tokens, sampling = sequence.output_token_ids, asked.request.params.sampling
         stops = sampling.stop_token_ids
         assert not any(token in stops for token in tokens[:-1])
+        if (thinking := sampling.thinking) is not None and len(tokens) > thinking.num_tokens:
+            assert END in tokens[: thinking.num_tokens + 1]
         if sequence.finish_reason == "length":
             assert len(tokens) == asked.request.max_tokens
         elif sequence.finish_reason == "stop":
