@@ -4,6 +4,7 @@ Which tokens these are depends on the output's tokens alone. So a sequence that 
 with the same ones.
 """
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -60,6 +61,15 @@ class ThinkingState:
         self._used = 0
         self._num_opened = 0  # tokens of the opening, as the last ones of the output
         self._num_forced = 0  # tokens of ``forced`` that have been sampled
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take the next tokens of the output."""
+        budget, used = self._budget, self._used + len(tokens)
+        if self._inside and not self._num_forced and used <= budget.num_tokens and budget.end not in tokens:
+            self._used, self.num_tokens = used, self.num_tokens + len(tokens)
+            return
+        for token in tokens:
+            self.push(token)
 
     def push(self, token: int) -> None:
         """Take the next token of the output. It differs from ``forced`` only if a grammar has refused that."""

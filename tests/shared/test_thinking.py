@@ -8,6 +8,7 @@ from pagewise_shared.thinking import UNLIMITED, ThinkingBudget, ThinkingState
 
 END = 1
 OPENING = (2, 3)
+SHOWN = ("num_tokens", "forced", "num_free", "over")
 tokens = st.integers(0, 4)
 
 
@@ -57,6 +58,12 @@ def test_forced_tokens_come_when_the_budget_is_used_up_and_not_before(budget: Th
     for token in free:
         assert unlimited.forced is None
         unlimited.push(token)
+    half, whole = ThinkingState(budget), ThinkingState(budget)
+    for part in (output[: len(output) // 2], output[len(output) // 2 :]):
+        half.extend(part)
+    whole.extend(output)
+    for other in (half, whole):
+        assert [getattr(other, name) for name in SHOWN] == [getattr(state, name) for name in SHOWN]
 
 
 def test_a_refused_token_is_forced_again() -> None:

@@ -485,8 +485,7 @@ class ModelRunner:
 
     def _compute(self, work: StepWork) -> _Computed:
         """Compute and sample a step: tokens, their log-probabilities, and by row the prompts' log-probabilities."""
-        rows = work.sampled_rows
-        forced = self._thinking.forced(rows, self._batch.sampled_positions(work)) if self._ranks.first else {}
+        forced = self._thinking.forced(work, self._batch) if self._ranks.first else {}
         if self._graphs is not None and len(work.decoding) and not work.chunks:
             return *self._decode(self._graphs, work, forced), []
         tokens: torch.Tensor = torch.zeros(0, dtype=torch.int64)
@@ -495,7 +494,7 @@ class ModelRunner:
         if work.num_tokens:
             with self._threads.step(work.num_tokens):
                 logits, at, prompts = self._forward(work)
-                if rows:
+                if work.sampled_rows:
                     tokens, logprobs = self._sample(work, logits, at, forced)
         return tokens, logprobs, prompts
 

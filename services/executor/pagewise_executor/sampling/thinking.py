@@ -6,14 +6,16 @@ in the few steps in which the budget ends.
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from pagewise_shared.thinking import ThinkingState
 
+from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.step_work import Draft, Int64s, SequenceState
+from pagewise_executor.step_work import Draft, SequenceState, StepWork
 from pagewise_executor.uploads import Uploads
 
 
@@ -23,22 +25,24 @@ class _Row:
 
     Fields:
         state: of its output. sampled: the row's tokens since it joined, as far as they have reached the host.
-        num_known: how many of these ``state`` has taken, which may include one more than ``sampled`` has.
-        start: the position of the first of them in the sequence.
+        start: the position of the first of these in the sequence.
+        num_known: how many of them ``state`` has taken, which may include one more than ``sampled`` has.
+        free_until: no token before this position will be forced.
     """
 
     state: ThinkingState
     sampled: "array[int]"
     start: int
     num_known: int = 0
+    free_until: int = 0
 
     def catch_up(self) -> None:
-        for token in self.sampled[self.num_known :]:
-            self.push(token)
+        self.take(self.sampled[self.num_known :])
 
-    def push(self, token: int) -> None:
-        self.state.push(token)
-        self.num_known += 1
+    def take(self, tokens: Sequence[int]) -> None:
+        self.state.extend(tokens)
+        self.num_known += len(tokens)
+        self.free_until = self.start + self.num_known + self.state.num_free
 
 
 class ThinkingRows:
@@ -57,8 +61,7 @@ class ThinkingRows:
         if (budget := sequence.sampling.thinking) is None:
             return
         state = ThinkingState(budget)
-        for token in sequence.tokens[sequence.num_prompt_tokens :].tolist():
-            state.push(token)
+        state.extend(sequence.tokens[sequence.num_prompt_tokens :].tolist())
         if not state.over:
             self._rows[row] = _Row(state, sequence.sampled, len(sequence.tokens))
 
@@ -77,27 +80,28 @@ class ThinkingRows:
             if held.state.num_free <= len(draft.tokens):
                 raise InvalidPlanError(f"row {draft.row} has a draft that its thinking budget may cut off")
 
-    def forced(self, rows: list[int], positions: Int64s) -> dict[int, int]:
-        """Return the tokens that have to be sampled in a step, by index in ``rows``.
+    def forced(self, work: StepWork, batch: InputBatch) -> dict[int, int]:
+        """Return the tokens that have to be sampled in a step, by index in its sampled rows.
 
-        ``positions`` [n]: of the sampled tokens in their sequences. This must be called before the step computes,
-        because it may read the tokens of the step before.
+        This must be called before the step computes, because it may read the tokens of the step before.
         """
-        unsure: dict[int, _Row] = {}
-        for index, row in enumerate(rows) if self._rows else ():
-            if (held := self._rows.get(row)) is None:
+        if not self._rows:
+            return {}
+        rows, unsure = work.sampled_rows, dict[int, _Row]()
+        positions: list[int] = batch.sampled_positions(work).tolist()
+        for index, (row, position) in enumerate(zip(rows, positions, strict=True)):
+            held = self._rows.get(row)
+            if held is None or position < held.free_until:
                 continue
             held.catch_up()
             if held.state.over:
                 del self._rows[row]
-            elif held.state.num_free <= int(positions[index]) - held.start - held.num_known:
+            elif position >= held.free_until:
                 unsure[index] = held
-        if not unsure:
-            return {}
         missing = [index for index, held in unsure.items() if held.start + held.num_known < positions[index]]
         if missing:  # only the last token can be: the result of the step before that one is back
             last = self._last_tokens[self._upload(np.array([rows[index] for index in missing], np.int64))]
             for index, token in zip(missing, last.tolist(), strict=True):
-                unsure[index].push(token)
+                unsure[index].take((token,))
         found = {index: held.state.forced for index, held in unsure.items()}
         return {index: token for index, token in found.items() if token is not None}

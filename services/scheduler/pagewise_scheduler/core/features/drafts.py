@@ -190,8 +190,7 @@ def _num_free(sequence: RequestSequence) -> int:
     thinking = sequence.thinking
     if thinking is None:
         return UNLIMITED
-    for token in sequence.output_token_ids[thinking.num_tokens :]:
-        thinking.push(token)
+    thinking.extend(sequence.output_token_ids[thinking.num_tokens :])
     if thinking.over:
         sequence.thinking = None
     return thinking.num_free
