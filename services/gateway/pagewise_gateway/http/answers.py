@@ -113,10 +113,12 @@ class Answer(ABC):
 
     Fields:
         end: the bytes behind the last event of a stream.
+        keep_alive: the bytes that a stream gets when it has had no event for some time.
         cheap: whether all events are made so fast that they need no turns.
     """
 
     end = DONE
+    keep_alive = b": keep-alive\n\n"
     cheap = False
 
     def __init__(self, service: Service, body: GenerationFields, live: LiveRequest) -> None:
@@ -134,7 +136,8 @@ class Answer(ABC):
         """Answer with the events of all deltas as they arrive, then ``last`` and ``end``.
 
         The response begins with the first deltas. So a request that fails before them still gets an error status, and
-        clients that measure the time to the first event measure the time to the first token.
+        clients that measure the time to the first event measure the time to the first token. Only if they take longer
+        than ``--sse-keep-alive-interval``, it begins with ``keep_alive``, and an error is an event.
         """
         writer, turns, key, live = EventWriter(request), self._service.turns, request[CLIENT].name, self._live
 
@@ -155,15 +158,19 @@ class Answer(ABC):
 
         follower = write_cheap if self.cheap else write_quick
         try:
-            while news := await live.next():
-                if self.cheap:
-                    await writer.send(self.events(news))
-                else:
-                    pieces = self.pieces(news)
-                    del news  # so that each delta is freed once its events are made
-                    while (piece := await turns.next(key, pieces)) is not None:
-                        await writer.send(piece)
-                live.follow(follower)
+            with writer.watched(self._service.keep_alive, live.interrupt):
+                while (news := await live.next()) or not live.ended:
+                    if not news:
+                        await writer.send(self.keep_alive)
+                        continue
+                    if self.cheap:
+                        await writer.send(self.events(news))
+                    else:
+                        pieces = self.pieces(news)
+                        del news  # so that each delta is freed once its events are made
+                        while (piece := await turns.next(key, pieces)) is not None:
+                            await writer.send(piece)
+                    live.follow(follower)
         except ConnectionError:
             raise
         except Exception as error:
@@ -217,9 +224,10 @@ class OpenAIAnswer(Answer, Generic[ChunkT, ChoiceT]):
         super().__init__(service, body, live)
         self._chunk_type = chunk_type
         self._id, self._created, self._model = completion_id, int(time.time()), body.model or service.limits.model_name
-        options = body.stream_options
-        self._usage_wanted = bool(options and options.include_usage)
-        self._usage_in_every_chunk = bool(self._usage_wanted and options and options.continuous_usage_stats)
+        options, always = body.stream_options, service.always_usage
+        self._usage_wanted = always or bool(options and options.include_usage)
+        continuous = always or bool(options and options.continuous_usage_stats)
+        self._usage_in_every_chunk = self._usage_wanted and continuous
         # Most chunks carry nothing but text, and are made from a template.
         self._only_text = not (self._usage_in_every_chunk or body.return_token_ids or logprobs)
         self.cheap = self._only_text

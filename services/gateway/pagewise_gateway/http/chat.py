@@ -241,6 +241,7 @@ async def run_chat(
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     wanted: int | None = getattr(body, given)
     params.check_output_length(wanted, capacity, given, least=1)
+    wanted = service.generation.limited(wanted)
     encoded = await encode_chat(service, body, capacity, key)
     start: Start = "main"
     if parsing is not None:
@@ -251,6 +252,7 @@ async def run_chat(
     )
     sampling = params.sampling_params(
         body,
+        service.generation.defaults,
         service.tokenizer,
         capacity,
         bad_words=await encode_bad_words(service, body.bad_words or [], key),
@@ -260,7 +262,7 @@ async def run_chat(
     )
     tokens = params.truncated(encoded.tokens, body, wanted, capacity)
     size = AnswerSize(n, body.stream, service.answer_memory.share, sampling.logprobs)
-    default = size.default_tokens(len(tokens), repeated)
+    default = service.generation.default_tokens(size.default_tokens(len(tokens), repeated))
     budget = params.output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
     places = pack_int32s(encoded.places)
     prompt = Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded), places=places)

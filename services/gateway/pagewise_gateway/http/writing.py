@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import ClassVar
 
@@ -147,6 +148,32 @@ class EventWriter:
         )
         self._request = request
         self._chunked: asyncio.WriteTransport | None = None
+        self._last = monotonic()  # the time of the last write
+
+    @contextmanager
+    def watched(self, interval: float, silent: Callable[[], None]) -> Iterator[None]:
+        """Call ``silent`` whenever nothing has been written for ``interval`` seconds (0: never), until the context ends.
+
+        Writes do not move the timer of the stream. Only when it has run, it is set to the end of the interval that began
+        with the last write.
+        """
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle | None = None
+
+        def look() -> None:
+            nonlocal timer
+            left = self._last + interval - monotonic()
+            if left <= 0:
+                silent()
+            timer = loop.call_later(left if left > 0 else interval, look)
+
+        if interval:
+            timer = loop.call_later(interval, look)
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     def ready(self) -> bool:
         """Return whether the client has taken everything so far, so that ``write`` may be called."""
@@ -159,6 +186,7 @@ class EventWriter:
         Nearly every token is written by this method. It bypasses aiohttp's writer, which needs six calls for the same.
         """
         if data and self._chunked is not None:
+            self._last = monotonic()
             self._chunked.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def send(self, data: bytes) -> None:
@@ -169,6 +197,7 @@ class EventWriter:
         """
         if not data:
             return
+        self._last = monotonic()
         if not self.response.prepared:
             await self.response.prepare(self._request)
         await in_time(self._request, self.response.write(data))

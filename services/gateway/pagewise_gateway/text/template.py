@@ -138,6 +138,12 @@ class Template:
         return any("probe_tool" in (self._tried(messages) or "") for messages in ([_USER], [_SYSTEM, _USER]))
 
     @cached_property
+    def end_of_answer(self) -> str:
+        """The text behind an answer of the assistant at the end of a conversation; empty if there is none."""
+        answer = {"role": "assistant", "content": "probe_answer"}
+        return (self._tried([_USER, answer], tools=False) or "").partition("probe_answer")[2]
+
+    @cached_property
     def _knows_developer(self) -> bool:
         """Whether the template names messages of the developer, and writes them in another way than the system's."""
         if "developer" not in self._text:
@@ -267,6 +273,11 @@ class ChatTemplate:
     def writes_tools(self) -> bool:
         """Whether a conversation with tools renders with them; true if there is no template."""
         return self._of_tools is None or self._of_tools.writes_tools
+
+    @property
+    def end_of_answer(self) -> str:
+        """The text that the default template writes behind an answer; empty if there is none."""
+        return "" if self._default is None else self._default.end_of_answer
 
     def choose(self, tools: Sequence[Any] | None) -> Template:
         """Return the template for a conversation with these tools.
