@@ -24,14 +24,22 @@ from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import beam_params, check_model, retention_seconds, stop_texts
 from pagewise_gateway.http.request_log import Generated, RequestTrace
-from pagewise_gateway.http.responses import ChatChunk, ChatResponse, CompletionResponse, PromptTokensDetails, Usage
+from pagewise_gateway.http.responses import (
+    ChatChunk,
+    ChatChunkChoice,
+    ChatResponse,
+    CompletionChoice,
+    CompletionResponse,
+    PromptTokensDetails,
+    Usage,
+)
 from pagewise_gateway.http.schema import ChatRequest, GenerationFields
-from pagewise_gateway.http.writing import DONE, EventWriter, encode, event, known_error, note_blocked
+from pagewise_gateway.http.writing import DONE, EventWriter, encode, event, known_error, note_blocked, watched
 from pagewise_gateway.scheduler_client import LiveRequest
 from pagewise_gateway.text.output_parsing import MessageParser, Start, make_plain
 
 ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
-ChoiceT = TypeVar("ChoiceT")
+ChoiceT = TypeVar("ChoiceT", bound=ChatChunkChoice | CompletionChoice)
 _NO_CHOICES = b'"choices":[]'
 """The position of the choices in an answer. It is unique in the JSON, because quotes inside strings are escaped."""
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -105,6 +113,16 @@ def usage(live: LiveRequest) -> Usage:
     return Usage(prompt, output, prompt + output, PromptTokensDetails(live.num_cached_tokens))
 
 
+def choice_usage(live: LiveRequest, index: int, *, opening: bool = False) -> Usage:
+    """Return the token counts of a choice so far, which chunks with continuous counts have. ``opening``: the chunk is
+    before its first token."""
+    number = index // live.request.params.n
+    asked = live.request.prompts[number]
+    prompt, output = len(asked.token_ids), len(live.output(index).tokens)
+    output = 0 if opening or not asked.max_tokens else output
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(live.prompts[number].cached_tokens))
+
+
 class Answer(ABC):
     """Makes the answer to one request from its output.
 
@@ -158,7 +176,7 @@ class Answer(ABC):
 
         follower = write_cheap if self.cheap else write_quick
         try:
-            with writer.watched(self._service.keep_alive, live.interrupt):
+            with watched(lambda: writer.last_write, self._service.keep_alive, live.interrupt):
                 while (news := await live.next()) or not live.ended:
                     if not news:
                         await writer.send(self.keep_alive)
@@ -285,7 +303,7 @@ class OpenAIAnswer(Answer, Generic[ChunkT, ChoiceT]):
     def _chunk(self, choices: list[ChoiceT]) -> ChunkT:
         chunk = self._chunk_type(self._id, self._created, self._model, choices)
         if self._usage_wanted:  # then OpenAI's chunks have a usage of null, except for the last one
-            chunk.usage = usage(self._live) if self._usage_in_every_chunk else None
+            chunk.usage = choice_usage(self._live, choices[0].index) if self._usage_in_every_chunk and choices else None
         return chunk
 
 

@@ -10,7 +10,16 @@ from pagewise_shared.protocol import Prompt, pack_int32s
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http import params, responses
-from pagewise_gateway.http.answers import Answer, ChatRun, OpenAIAnswer, cut, finish_reason, generate, usage
+from pagewise_gateway.http.answers import (
+    Answer,
+    ChatRun,
+    OpenAIAnswer,
+    choice_usage,
+    cut,
+    finish_reason,
+    generate,
+    usage,
+)
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import InvalidRequestError
@@ -95,6 +104,8 @@ class ChatAnswer(OpenAIAnswer[ChatChunk, ChatChunkChoice]):
     def _opening(self, index: int) -> bytes:
         chunk = self._chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))])
         chunk.prompt_token_ids = self._prompt_token_ids
+        if self._usage_in_every_chunk:
+            chunk.usage = choice_usage(self._live, index, opening=True)
         return event(chunk)
 
     def _logprobs(self, delta: SequenceDelta) -> Generator[bytes, None, ChatLogprobs | None]:

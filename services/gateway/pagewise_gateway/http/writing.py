@@ -135,6 +135,9 @@ class EventWriter:
     """Writes events to a client, and closes the connection of a client that stops reading.
 
     The data that is buffered for a client is bounded: the transport's buffer (64 KiB) and one more write.
+
+    Fields:
+        last_write: seconds of the monotonic clock; before any, when this object was made.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -148,32 +151,7 @@ class EventWriter:
         )
         self._request = request
         self._chunked: asyncio.WriteTransport | None = None
-        self._last = monotonic()  # the time of the last write
-
-    @contextmanager
-    def watched(self, interval: float, silent: Callable[[], None]) -> Iterator[None]:
-        """Call ``silent`` whenever nothing has been written for ``interval`` seconds (0: never), until the context ends.
-
-        Writes do not move the timer of the stream. Only when it has run, it is set to the end of the interval that began
-        with the last write.
-        """
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle | None = None
-
-        def look() -> None:
-            nonlocal timer
-            left = self._last + interval - monotonic()
-            if left <= 0:
-                silent()
-            timer = loop.call_later(left if left > 0 else interval, look)
-
-        if interval:
-            timer = loop.call_later(interval, look)
-        try:
-            yield
-        finally:
-            if timer is not None:
-                timer.cancel()
+        self.last_write = monotonic()
 
     def ready(self) -> bool:
         """Return whether the client has taken everything so far, so that ``write`` may be called."""
@@ -186,7 +164,7 @@ class EventWriter:
         Nearly every token is written by this method. It bypasses aiohttp's writer, which needs six calls for the same.
         """
         if data and self._chunked is not None:
-            self._last = monotonic()
+            self.last_write = monotonic()
             self._chunked.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def send(self, data: bytes) -> None:
@@ -197,7 +175,7 @@ class EventWriter:
         """
         if not data:
             return
-        self._last = monotonic()
+        self.last_write = monotonic()
         if not self.response.prepared:
             await self.response.prepare(self._request)
         await in_time(self._request, self.response.write(data))
@@ -208,3 +186,30 @@ class EventWriter:
         """End the stream."""
         await in_time(self._request, self.response.write_eof())
         return self.response
+
+
+@contextmanager
+def watched(last_write: Callable[[], float], interval: float, silent: Callable[[], None]) -> Iterator[None]:
+    """Call ``silent`` whenever nothing has been written for ``interval`` seconds, until the context ends; 0: never.
+
+    Writes do not move the timer. When it has run, it is set to the end of the interval that began with the last write.
+
+    ``last_write``: returns seconds of the monotonic clock.
+    """
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+
+    def look() -> None:
+        nonlocal timer
+        left = last_write() + interval - monotonic()
+        if left <= 0:
+            silent()
+        timer = loop.call_later(left if left > 0 else interval, look)
+
+    if interval:
+        timer = loop.call_later(interval, look)
+    try:
+        yield
+    finally:
+        if timer is not None:
+            timer.cancel()
