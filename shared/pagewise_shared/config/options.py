@@ -221,7 +221,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
             "where the defaults of sampling parameters come from; auto: generation_config.json of the model; vllm: "
             "nowhere; or a folder with that file",
             "SOURCE",
-            "[tools.md](tools.md#defaults-of-sampling-parameters) names the parameters.",
+            "[operations.md](operations.md#defaults-of-sampling-parameters) names the parameters.",
         ),
     ] = "auto"
     override_generation_config: Annotated[
@@ -271,7 +271,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
             "seconds without an event after which a stream gets a comment, so that no proxy ends it while a request "
             "waits or its prompt is computed; 0: none",
             "S",
-            "In `/v1/messages` it is an event of type `ping`. A stream that has no event by then begins with it.",
+            "In `/v1/messages` it is the event `ping`. [operations.md](operations.md#gateways) says more.",
         ),
     ] = 15.0
     api_keys: Annotated[

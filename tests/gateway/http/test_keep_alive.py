@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 from anthropic import AsyncAnthropic
-from pagewise_gateway.http.writing import watched
+from pagewise_gateway.http.writing import SilenceWatch
 
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.http.tool_model import TOKENIZER, reply
@@ -113,27 +114,30 @@ async def test_a_silent_client_that_leaves_aborts_its_request() -> None:
                 await asyncio.sleep(0.002)
 
 
+@dataclass
+class Written:
+    """The part of a writer that is watched."""
+
+    wrote: bool = False
+
+
 async def test_only_silence_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is moved by hand, and the timer runs when the test says so."""
-    now, written = [100.0], [100.0]
-    reported: list[float] = []
+    """The timer runs when the test says so."""
+    writer: Any = Written()
+    reported: list[None] = []
     timers: list[tuple[float, Callable[[], None]]] = []
 
     def call_later(delay: float, callback: Callable[[], None]) -> asyncio.Handle:
         timers.append((delay, callback))
         return asyncio.get_running_loop().call_soon(int)
 
-    monkeypatch.setattr("pagewise_gateway.http.writing.monotonic", lambda: now[0])
     monkeypatch.setattr(asyncio.get_running_loop(), "call_later", call_later)
-    with watched(lambda: written[0], 15.0, lambda: reported.append(now[0])):
-        for at, write, silences, delay in (
-            (115.0, 109.0, [], 9.0),  # the next look is 15 s after the last write
-            (124.0, 123.5, [], 14.5),
-            (138.5, 123.5, [138.5], 15.0),
-            (153.5, 138.5, [138.5, 153.5], 15.0),
-        ):
-            now[0], written[0] = at, write
+    with SilenceWatch(writer, 15.0, lambda: reported.append(None)):
+        assert [delay for delay, _ in timers] == [7.5]
+        for wrote, silences in ((True, 0), (True, 0), (False, 1), (True, 1), (False, 2), (False, 3)):
+            writer.wrote = wrote
             timers.pop()[1]()
-            assert (reported, timers[0][0]) == (silences, delay)
-    with watched(lambda: written[0], 0.0, reported.clear):
-        assert len(timers) == 1
+            assert (len(reported), timers[0][0], writer.wrote) == (silences, 7.5, False)
+    timers.clear()
+    with SilenceWatch(writer, 0.0, reported.clear):
+        assert not timers

@@ -34,7 +34,7 @@ from pagewise_gateway.http.responses import (
     Usage,
 )
 from pagewise_gateway.http.schema import ChatRequest, GenerationFields
-from pagewise_gateway.http.writing import DONE, EventWriter, encode, event, known_error, note_blocked, watched
+from pagewise_gateway.http.writing import DONE, EventWriter, SilenceWatch, encode, event, known_error, note_blocked
 from pagewise_gateway.scheduler_client import LiveRequest
 from pagewise_gateway.text.output_parsing import MessageParser, Start, make_plain
 
@@ -176,7 +176,7 @@ class Answer(ABC):
 
         follower = write_cheap if self.cheap else write_quick
         try:
-            with watched(lambda: writer.last_write, self._service.keep_alive, live.interrupt):
+            with SilenceWatch(writer, self._service.keep_alive, live.interrupt):
                 while (news := await live.next()) or not live.ended:
                     if not news:
                         await writer.send(self.keep_alive)

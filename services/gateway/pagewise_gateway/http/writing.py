@@ -3,8 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import ClassVar
 
@@ -137,7 +136,7 @@ class EventWriter:
     The data that is buffered for a client is bounded: the transport's buffer (64 KiB) and one more write.
 
     Fields:
-        last_write: seconds of the monotonic clock; before any, when this object was made.
+        wrote: whether anything was written since ``SilenceWatch`` has looked; true at the beginning.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -151,7 +150,7 @@ class EventWriter:
         )
         self._request = request
         self._chunked: asyncio.WriteTransport | None = None
-        self.last_write = monotonic()
+        self.wrote = True
 
     def ready(self) -> bool:
         """Return whether the client has taken everything so far, so that ``write`` may be called."""
@@ -164,7 +163,7 @@ class EventWriter:
         Nearly every token is written by this method. It bypasses aiohttp's writer, which needs six calls for the same.
         """
         if data and self._chunked is not None:
-            self.last_write = monotonic()
+            self.wrote = True
             self._chunked.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def send(self, data: bytes) -> None:
@@ -175,7 +174,7 @@ class EventWriter:
         """
         if not data:
             return
-        self.last_write = monotonic()
+        self.wrote = True
         if not self.response.prepared:
             await self.response.prepare(self._request)
         await in_time(self._request, self.response.write(data))
@@ -188,28 +187,30 @@ class EventWriter:
         return self.response
 
 
-@contextmanager
-def watched(last_write: Callable[[], float], interval: float, silent: Callable[[], None]) -> Iterator[None]:
-    """Call ``silent`` whenever nothing has been written for ``interval`` seconds, until the context ends; 0: never.
+class SilenceWatch:
+    """Calls ``silent`` when nothing has been written for ``interval`` seconds or less, in its context; 0: never.
 
-    Writes do not move the timer. When it has run, it is set to the end of the interval that began with the last write.
-
-    ``last_write``: returns seconds of the monotonic clock.
+    Nearly every token is a write, so a write only sets a flag, which a timer reads and clears twice in an interval. The
+    call comes half an interval after the last write at the earliest. Before the first write it comes after an interval.
     """
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle | None = None
 
-    def look() -> None:
-        nonlocal timer
-        left = last_write() + interval - monotonic()
-        if left <= 0:
-            silent()
-        timer = loop.call_later(left if left > 0 else interval, look)
+    __slots__ = ("_half", "_silent", "_timer", "_writer")
 
-    if interval:
-        timer = loop.call_later(interval, look)
-    try:
-        yield
-    finally:
-        if timer is not None:
-            timer.cancel()
+    def __init__(self, writer: EventWriter, interval: float, silent: Callable[[], None]) -> None:
+        self._writer, self._half, self._silent = writer, interval / 2, silent
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        if self._half:
+            self._timer = asyncio.get_running_loop().call_later(self._half, self._look)
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._writer.wrote:
+            self._writer.wrote = False
+        else:
+            self._silent()
+        self._timer = asyncio.get_running_loop().call_later(self._half, self._look)
