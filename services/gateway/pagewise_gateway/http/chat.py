@@ -22,6 +22,7 @@ from pagewise_gateway.http.answers import (
 )
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import Parsing
+from pagewise_gateway.http.credentials import Client
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.intake import AnswerSize, Intake
 from pagewise_gateway.http.logprobs import chat_logprobs
@@ -239,20 +240,14 @@ async def run_chat(
         APIError, GenerationError: as ``create_chat_completion``.
     """
     service, key = request.app[Service.KEY], request[CLIENT].name
-    n = params.check_common(body, service.limits)
-    params.check_priority(body, request[CLIENT])
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    check_segments(body)
-    service.formats.check(body)
+    n = _check(service, body, request[CLIENT])
     parsing = service.formats.parsing(body)
     if parsing is not None:
         parsing = replace(parsing, calls_first=wanted_grammar(body) is not None)
     capacity = await service.scheduler_client.wait_for_capacity()
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    wanted: int | None = getattr(body, given)
+    wanted = service.generation.limited(getattr(body, given))
     params.check_output_length(wanted, capacity, given, least=1)
-    wanted = service.generation.limited(wanted)
     encoded = await encode_chat(service, body, capacity, key)
     start: Start = "main"
     if parsing is not None:
@@ -285,6 +280,21 @@ async def run_chat(
     with generate(request, body, (prompt,), sampling, n, intake, prompt_bytes, shown) as live:
         run = ChatRun(service, body, live, parsing, start, bool(body.continue_final_message))
         return await answer(run).respond(request)
+
+
+def _check(service: Service, body: ChatRequest, client: Client) -> int:
+    """Check the fields that can be checked without tokens, and return n.
+
+    Raises:
+        APIError: a field is wrong, or fields contradict each other.
+    """
+    n = params.check_common(body, service.limits)
+    params.check_priority(body, client)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    check_segments(body)
+    service.formats.check(body)
+    return n
 
 
 def _continued(body: ChatRequest, parsing: Parsing) -> str | None:
