@@ -19,7 +19,7 @@ _FILE = "generation_config.json"
 
 
 class GenerationConfig(Struct, frozen=True):
-    """What the options and the files of a model say about generation.
+    """The sampling defaults and end tokens of a model, as the options and the file set them.
 
     Fields:
         defaults: for parameters that requests do not give.

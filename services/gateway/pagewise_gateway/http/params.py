@@ -184,7 +184,7 @@ def sampling_params(
 
 def _values(body: GenerationFields, defaults: SamplingDefaults) -> dict[str, Any]:
     given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
-    sources = (body,) if body.use_beam_search else (body, defaults)  # beams are ranked by what the model says
+    sources = (body,) if body.use_beam_search else (body, defaults)  # beams take the model's own probabilities
     for name in _WITH_DEFAULTS:
         found = (value for source in sources if (value := getattr(source, name)) is not None)
         if (first := next(found, None)) is not None:
