@@ -138,10 +138,13 @@ class Template:
         return any("probe_tool" in (self._tried(messages) or "") for messages in ([_USER], [_SYSTEM, _USER]))
 
     @cached_property
-    def end_of_answer(self) -> str:
-        """The text behind an answer of the assistant at the end of a conversation; empty if there is none."""
-        answer = {"role": "assistant", "content": "probe_answer"}
-        return (self._tried([_USER, answer], tools=False) or "").partition("probe_answer")[2]
+    def around_answer(self) -> tuple[str, str]:
+        """The texts between the reasoning and the answer of the assistant at the end of a conversation, and behind it;
+        empty if there are none."""
+        reasoning = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "probe_thought")
+        answer = {"role": "assistant", "content": "probe_answer", **reasoning}
+        before, _, behind = (self._tried([_USER, answer], tools=False) or "").partition("probe_answer")
+        return before.partition("probe_thought")[2], behind
 
     @cached_property
     def _knows_developer(self) -> bool:
@@ -275,9 +278,10 @@ class ChatTemplate:
         return self._of_tools is None or self._of_tools.writes_tools
 
     @property
-    def end_of_answer(self) -> str:
-        """The text that the default template writes behind an answer; empty if there is none."""
-        return "" if self._default is None else self._default.end_of_answer
+    def around_answer(self) -> tuple[str, str]:
+        """The texts that the default template writes between reasoning and answer, and behind it; empty if there are
+        none."""
+        return ("", "") if self._default is None else self._default.around_answer
 
     def choose(self, tools: Sequence[Any] | None) -> Template:
         """Return the template for a conversation with these tools.

@@ -225,11 +225,13 @@ class Tokenizer:
     def _end_at_turns(self) -> None:
         """End outputs at the special token that the chat template writes behind an answer, too.
 
-        The files of some models name the end of a document only.
+        The files of some models name the end of a document only. A token that ends reasoning too, as gpt-oss's
+        ``<|end|>`` does, is none.
         """
-        end = self.chat_template.end_of_answer.lstrip()
-        token = max((text for text in self.special_tokens if text and end.startswith(text)), key=len, default="")
-        if token and (token_id := self.special_tokens[token]) not in self.eos_token_ids:
+        before, behind = self.chat_template.around_answer
+        begun = (text for text in self.special_tokens if text and behind.lstrip().startswith(text))
+        token = max(begun, key=len, default="")
+        if token and token not in before and (token_id := self.special_tokens[token]) not in self.eos_token_ids:
             self.eos_token_ids |= {token_id}
             log.info("outputs end with %s, which the chat template writes behind each answer", token)
 
