@@ -182,13 +182,17 @@ def end_token_ids(path: Path, token_to_id: Callable[[str], int | None]) -> froze
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        value = read_json(path / name).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        found |= {token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0}
+        found |= token_ids(read_json(path / name).get("eos_token_id"))
     named = tokenizer_settings(path).get("eos_token")
     if (text := token_text(named)) is not None and (token_id := token_to_id(text)) is not None:
         found.add(token_id)
     return frozenset(found)
+
+
+def token_ids(value: Any) -> frozenset[int]:
+    """Return the tokens in a value of these files: an id, a list of ids, or null."""
+    ids = value if isinstance(value, list) else [value]
+    return frozenset(token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0)
 
 
 def tokenizer_settings(path: Path) -> dict[str, Any]:

@@ -51,12 +51,13 @@ def scripted_server(folder: Path) -> Iterator[Scripted]:
     keys.write_text(f"tests: {KEY} operator=yes\n")
     keys.chmod(0o600)
     name = f"--served-model-name={MODEL}"
-    parsers = ("--enable-auto-tool-choice", "--tool-call-parser=hermes", "--reasoning-parser=qwen3")
+    options = ("--enable-auto-tool-choice", "--tool-call-parser=hermes", "--reasoning-parser=qwen3")
+    comments = "--sse-keep-alive-interval=0.001"  # clients see comments and pings between all events
     cluster = Cluster(
         folder,
         model=str(model),
         scheduler_options=(name,),
-        gateway_options=(name, f"--api-keys-file={keys}", *parsers),
+        gateway_options=(name, f"--api-keys-file={keys}", *options, comments),
         api_key=KEY,
     )
     try:

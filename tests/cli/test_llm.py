@@ -30,7 +30,7 @@ SERVICES = 3
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(kv_memory="64MiB", profile=False) as model:
+    with LLM(kv_memory="64MiB", profile=False, override_generation_config={"temperature": 0}) as model:
         yield model
 
 
@@ -50,6 +50,15 @@ def test_outputs_are_those_of_http_in_the_order_of_the_prompts(llm: LLM) -> None
         assert (output.prompt, output.prompt_token_ids) == (prompt, choice["prompt_token_ids"])
         assert (one.text, one.token_ids, one.finish_reason) == (choice["text"], choice["token_ids"], "length")
         assert (one.logprobs, one.cumulative_logprob, output.finished) == (None, None, True)
+
+
+def test_defaults_are_for_prompts_without_parameters(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0)
+    greedy, drawn = llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS, SamplingParams(seed=1, max_tokens=12))
+    assert [one.outputs[0].token_ids[:12] for one in llm.generate(PROMPTS)] == [
+        one.outputs[0].token_ids for one in greedy
+    ]
+    assert [one.outputs for one in drawn] != [one.outputs for one in greedy]
 
 
 def test_a_chat_is_that_of_http(llm: LLM) -> None:

@@ -13,6 +13,7 @@ from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.scheduler_client import SchedulerClient
 from pagewise_gateway.text.tokenizer import Tokenizer
 from pagewise_shared.config import GatewayConfig
+from pagewise_shared.generation_config import GenerationConfig
 from pagewise_shared.tracing import Tracing
 
 from tests.gateway.fake_scheduler import FakeScheduler, render
@@ -100,6 +101,7 @@ async def gateway(
     *,
     tokenizer: Tokenizer = TOKENIZER,
     tracing: Tracing | None = None,
+    generation: GenerationConfig = GenerationConfig(),  # noqa: B008
     **options: Any,
 ) -> AsyncIterator[Server]:
     """A gateway of the scheduler at an endpoint, whether there is one or not; ``scheduler``: the one to look at."""
@@ -113,7 +115,7 @@ async def gateway(
     linked = asyncio.create_task(scheduler_client.run())
     try:
         async with listening(
-            create_app(scheduler_client, tokenizer, config, metrics, tracing),
+            create_app(scheduler_client, tokenizer, config, metrics, tracing, generation),
             metrics,
             host="127.0.0.1",
             port=0,

@@ -89,6 +89,8 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         ),
         (["--speculative", '{"num_speculative_tokens": 3, "prompt_lookup_max": 33}'], {}, "Expected `int` <= 32"),
         (["--speculative", '{"num_speculative_tokens": 3, "disable_by_batch_size": 33}'], {}, "Expected `int` <= 32"),
+        (["--override-generation-config", '{"top_k": -2}'], {}, "--override-generation-config: Expected `int` >= -1"),
+        (["--sse-keep-alive-interval", "-1"], {}, "--sse-keep-alive-interval must be a number from 0 to 86400"),
         (["--speculative", "[4]"], {}, "--speculative-config: Expected `object`"),
         ([], {"PAGEWISE_DEVICE": "tpu"}, "PAGEWISE_DEVICE must be auto, cpu or cuda (got 'tpu')"),
         (["--tensor-parallel", "0"], {}, "--tensor-parallel must be a whole number from 1"),

@@ -12,6 +12,7 @@ from pagewise_shared.curve import GATEWAY as GATEWAY_KEY
 from pagewise_shared.curve import SCHEDULER as SCHEDULER_KEY
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ConfigError, ModelError, PagewiseError
+from pagewise_shared.generation_config import folder_error
 from pagewise_shared.model_files import local_model
 from pagewise_shared.start_checks import check_start
 
@@ -77,6 +78,8 @@ def _check_files(config: ServeConfig) -> None:
     for name in (SCHEDULER_KEY, GATEWAY_KEY, EXECUTOR_KEY) if gateway.keys is not None else ():
         with _naming("--keys", gateway.keys, "; `pagewise keys init` makes a folder of keys"):
             Keys(Path(gateway.keys or ""), name)
+    if (problem := folder_error(gateway.generation_config)) is not None:
+        raise StartError(f"--generation-config: {problem}")
     for option in ("ssl_certfile", "ssl_keyfile", "api_keys_file"):
         if (file := getattr(gateway, option)) is not None:
             with _naming(f"--{option.replace('_', '-')}", file), open(file, "rb"):

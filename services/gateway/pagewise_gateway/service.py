@@ -8,6 +8,7 @@ import socket
 
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.curve import Keys, load_keys
+from pagewise_shared.generation_config import read_generation_config
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.service_process import StopSignal, tune_garbage_collector
 from pagewise_shared.tracing import open_tracing
@@ -49,14 +50,16 @@ async def serve(config: GatewayConfig) -> None:
     scheduler.
 
     Raises:
-        ModelError: the model's tokenizer, or an adapter, cannot be found or read.
-        ConfigError: keys or certificates cannot be read, or are missing for an endpoint that leaves this host; or
-            traces are to be sent, and OpenTelemetry is not installed.
+        ModelError: the model's tokenizer or generation_config.json, or an adapter, cannot be found or read.
+        ConfigError: keys, certificates or the folder of ``--generation-config`` cannot be read, or are missing for an
+            endpoint that leaves this host; or traces are to be sent, and OpenTelemetry is not installed.
         OSError: an address cannot be bound.
         RefusedError: the scheduler does not let this gateway join.
     """
     keys = load_keys(config.keys, config.key_name, config.scheduler, config.plaintext)
-    tokenizer = Tokenizer.load(resolve_model(config.model, config.revision, tokenizer_only=True))
+    model = resolve_model(config.model, config.revision, tokenizer_only=True)
+    generation = read_generation_config(config, model)
+    tokenizer = Tokenizer.load(model, generation.eos_token_ids)
     gateway_id = config.gateway_id or f"{socket.gethostname()}-{os.getpid()}"
     metrics = Metrics(config.served_model_name or config.model, gateway_id)
     tracing = open_tracing(
@@ -68,7 +71,7 @@ async def serve(config: GatewayConfig) -> None:
     certificate = load_certificate(config.ssl_certfile, config.ssl_keyfile, metrics)
     scheduler_client = _scheduler_client(config, gateway_id, tokenizer, metrics, keys)
     surface = listening(
-        create_app(scheduler_client, tokenizer, config, metrics, tracing),
+        create_app(scheduler_client, tokenizer, config, metrics, tracing, generation),
         metrics,
         host=config.host,
         port=config.port,

@@ -223,6 +223,25 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
         str | None,
         _help("variables of the chat template that requests need not give, as JSON", "JSON"),
     ] = None
+    generation_config: Annotated[
+        str,
+        _help(
+            "where the defaults of sampling parameters come from; auto: generation_config.json of the model; vllm: "
+            "nowhere; or a folder with that file",
+            "SOURCE",
+            "[operations.md](operations.md#defaults-of-sampling-parameters) names the parameters.",
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        str | None,
+        _help('defaults of sampling parameters instead of those, as JSON, such as {"temperature": 0.5}', "JSON"),
+    ] = None
+    enable_force_include_usage: Annotated[
+        bool,
+        _help(
+            "send token counts with every event of streams of completions and chats, as if all requests asked for it"
+        ),
+    ] = False
     console: Annotated[
         bool,
         _help(
@@ -253,6 +272,16 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     write_timeout: Annotated[
         Seconds, _help("seconds after which a client that has stopped reading is disconnected", "S")
     ] = 30.0
+    sse_keep_alive_interval: Annotated[
+        float,
+        Meta(ge=0, le=86_400),
+        _help(
+            "seconds without an event after which a stream gets a comment, so that no proxy ends it while a request "
+            "waits or its prompt is computed; 0: none",
+            "S",
+            "In `/v1/messages` it is the event `ping`. [operations.md](operations.md#gateways) says more.",
+        ),
+    ] = 15.0
     api_keys: Annotated[
         str | None,
         Meta(
@@ -671,8 +700,10 @@ _GROUPS = {
     "LoRA adapters": "enable_lora lora_modules max_loras max_lora_rank max_cpu_loras allow_runtime_lora_updating",
     "HTTP": (
         "host port reuse_port allowed_hosts ssl_certfile ssl_keyfile max_connections keepalive_timeout "
-        "write_timeout max_body_bytes max_body_memory max_answer_memory max_n console console_shows_text"
+        "write_timeout sse_keep_alive_interval max_body_bytes max_body_memory max_answer_memory max_n console "
+        "console_shows_text enable_force_include_usage"
     ),
+    "sampling": "generation_config override_generation_config",
     "conversations": (
         "enable_auto_tool_choice tool_call_parser reasoning_parser reasoning_config default_chat_template_kwargs"
     ),

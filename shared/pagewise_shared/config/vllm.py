@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import msgspec
+
 from pagewise_shared.errors import ConfigError
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
@@ -90,7 +92,6 @@ ONLY = {
     "--config-format": ("auto", "hf"),
     "--tokenizer-mode": ("auto", "hf", "fast"),
     "--distributed-executor-backend": ("mp", "uni"),
-    "--generation-config": ("vllm",),
     "--max-logprobs": ("20",),
     "--logprobs-mode": ("raw_logprobs",),
     "--lora-dtype": ("auto",),
@@ -105,7 +106,6 @@ ONLY = {
     "--prefill-context-parallel-size": ("1",),
     "-pcp": ("1",),
     "--stream-interval": ("1",),
-    "--sse-keep-alive-interval": ("0",),
     "--watermark": ("0", "0.0"),
     "--kv-offloading-backend": ("native",),
     "--chat-template-content-format": ("auto",),
@@ -210,6 +210,8 @@ def options_from(given: dict[str, Any], known: Collection[str]) -> dict[str, Any
     for name, value in given.items():
         flag = f"--{name.replace('_', '-')}"
         if name in known:
+            if isinstance(value, dict):  # vLLM's class takes options in JSON as objects
+                value = msgspec.json.encode(value).decode()
             found[name] = reader(flag)(value) if isinstance(value, str) else value
         elif flag in NAMES:
             found |= values(flag, value if isinstance(value, bool | list) else str(value))

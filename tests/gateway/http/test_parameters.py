@@ -4,7 +4,10 @@ from array import array
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from openai.types.chat import ChatCompletionMessageParam
+from pagewise_shared.config.sampling_defaults import SamplingDefaults
+from pagewise_shared.generation_config import GenerationConfig
 from pagewise_shared.protocol import pack_int32s, unpack_int32s
 from pagewise_shared.sampling import BeamParams
 
@@ -16,6 +19,7 @@ COMPLETION = "/v1/completions"
 CHAT = "/v1/chat/completions"
 PROMPT = "the quick brown fox "
 IDS = TOKENIZER.encode(PROMPT)
+TWICE = TOKENIZER.encode(PROMPT * 2)
 EURO = TOKENIZER.encode("€")
 """One character in three tokens."""
 
@@ -277,6 +281,54 @@ async def test_truncated_prompts() -> None:
         assert choice["text"] == TOKENIZER.decode(IDS[-3:])
 
 
+DEFAULTS = GenerationConfig(
+    SamplingDefaults(temperature=0.6, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.1, max_new_tokens=7)
+)
+
+
+async def test_defaults_of_the_model_are_for_requests_without_values() -> None:
+    asked = [{"role": "user", "content": "a"}]
+    apis: list[tuple[str, dict[str, Any], int]] = [
+        (COMPLETION, {"prompt": PROMPT}, 16),
+        (CHAT, {"messages": asked}, 7),
+        ("/v1/responses", {"input": "a"}, 7),
+        ("/v1/messages", {"messages": asked, "max_tokens": 9}, 9),
+    ]
+    async with serving(generation=DEFAULTS) as server:
+        for path, fields, most in apis:
+            status, answer = await server.post(path, fields)
+            assert status == 200, answer
+            used = server.scheduler.last.params.sampling
+            values = (used.temperature, used.top_k, used.top_p, used.min_p, used.repetition_penalty)
+            assert values == (0.6, 20, 0.9, 0.05, 1.1)
+            assert server.scheduler.last.prompts[0].max_tokens == most
+            if path == "/v1/responses":
+                assert (answer["temperature"], answer["top_p"]) == (0.6, 0.9)
+            status, _ = await server.post(path, {**fields, "temperature": 1, "top_p": 1})
+            used = server.scheduler.last.params.sampling
+            assert (status, used.temperature, used.top_p, used.top_k) == (200, 1.0, 1.0, 20)
+        await complete(server, top_k=-1, min_p=0, repetition_penalty=1, temperature=0, max_tokens=9)
+        used = server.scheduler.last.params.sampling
+        assert (used.top_k, used.min_p, used.repetition_penalty, used.temperature) == (0, 0.0, 1.0, 0.0)
+        await complete(server, use_beam_search=True, n=2)  # beams have no such parameters
+        used = server.scheduler.last.params.sampling
+        assert (used.temperature, used.top_k, used.repetition_penalty) == (1.0, 0, 1.0)
+        _, models = await server.get("/v1/models")
+        data: Any = models["data"]
+        assert data[0]["sampling_defaults"] == DEFAULTS.defaults.values()
+
+
+async def test_an_override_limits_all_outputs() -> None:
+    async with serving(generation=replace(DEFAULTS, limits_output=True)) as server:
+        for fields, most in (({}, 7), ({"max_tokens": 400}, 7), ({"max_tokens": 3}, 3)):
+            await complete(server, **fields)
+            assert server.scheduler.last.prompts[0].max_tokens == most
+        status, answer = await server.post(COMPLETION, {"prompt": PROMPT, "min_tokens": 8, "max_tokens": 20})
+        error: Any = answer["error"]
+        assert (status, error["param"]) == (400, "min_tokens")
+        assert "only 7 tokens" in error["message"]
+
+
 async def test_continuous_usage() -> None:
     async with serving(FakeScheduler(step_seconds=0.05)) as server:
         stream = await server.openai.completions.create(
@@ -288,6 +340,35 @@ async def test_continuous_usage() -> None:
         )
         counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
         assert counts == [1, 2, 3, 4, 4]
+        del server.scheduler.submits[:]
+        stream = await server.openai.completions.create(
+            model=MODEL,
+            prompt=[PROMPT, PROMPT * 2],
+            n=2,
+            max_tokens=2,
+            stream=True,
+            extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        )
+        *chunks, last = [(chunk.choices, chunk.usage) async for chunk in stream]
+        ends = {choices[0].index: use for choices, use in chunks if use is not None}  # each chunk counts its own choice
+        assert [ends[index].completion_tokens for index in range(4)] == [2] * 4
+        assert [ends[index].prompt_tokens for index in range(4)] == [len(IDS)] * 2 + [len(TWICE)] * 2
+        assert last[1] is not None
+        assert (last[1].completion_tokens, last[1].prompt_tokens) == (8, len(IDS) + len(TWICE))
+
+
+async def test_usage_in_every_chunk_of_every_stream() -> None:
+    async with serving(enable_force_include_usage=True) as server:
+        chunks = [
+            chunk.usage
+            async for chunk in await server.openai.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=3, stream=True
+            )
+        ]
+    counts = [usage.completion_tokens for usage in chunks if usage is not None]
+    assert len(counts) == len(chunks)
+    assert (counts[0], counts[-1]) == (0, 3)
+    assert counts == sorted(counts)
 
 
 async def test_chat_prompts() -> None:

@@ -45,6 +45,28 @@ def test_end_of_sequence_tokens(tmp_path: Path, files: dict[str, object], expect
     assert Tokenizer.load(write_model(tmp_path, **files)).eos_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("behind_answers", "expected"),
+    [
+        ("<|user|>", {0, 1, 9}),
+        (" \\n<|user|>\\n", {0, 1, 9}),
+        ("<|end|>", {0, 9}),
+        ("<|other|>", {0, 9}),
+        ("<|assistant|>", {0, 9}),
+        ("", {0, 9}),
+    ],
+)
+def test_outputs_end_where_the_template_ends_answers(tmp_path: Path, behind_answers: str, expected: set[int]) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + behind_answers + "{% endfor %}"
+    if behind_answers == "<|assistant|>":  # it ends reasoning, and so no turn
+        template = template.replace("{{ m.content", "{{ m.thinking }}<|assistant|>{{ m.content")
+    config = {"eos_token": "<|end|>", "chat_template": template.replace("\\n", "\n")}
+    model = write_model(tmp_path, tokenizer_config=config)
+    tokenizer = Tokenizer.load(model, frozenset({9}))
+    assert tokenizer.special_tokens["<|user|>"] == 1
+    assert tokenizer.eos_token_ids == expected
+
+
 def test_tokens_that_call_tools() -> None:
     backend = builders.byte_level_backend()
     assert Tokenizer(backend).tool_call_ids == ()

@@ -8,8 +8,10 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from pagewise_shared.config import DEMO_MODEL, ServeConfig, build_config, options_of
 from pagewise_shared.config.vllm import options_from
+from pagewise_shared.generation_config import read_generation_config
 from pagewise_shared.model_files import resolve_model, untyped_special_tokens
 from tqdm.auto import tqdm
 
@@ -50,7 +52,8 @@ class LLM:
         _check_names(given)
         given |= _FIXED
         config = build_config(ServeConfig, given, os.environ)
-        self._model, self._revision = config.gateway.model, config.gateway.revision
+        self._gateway = config.gateway
+        self._defaults: SamplingParams | None = None
         self._decoded: dict[int, str] = {}
         self._tokenizer: Any = None
         self._server = Server(given)
@@ -73,6 +76,16 @@ class LLM:
         """The API key of the server, which only this process knows."""
         return self._server.api_key
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of prompts for which none are given: the model's, as ``generation_config`` says."""
+        if self._defaults is None:
+            path = resolve_model(self._gateway.model, self._gateway.revision, tokenizer_only=True)
+            given = read_generation_config(self._gateway, path).defaults.values()
+            if "max_new_tokens" in given:
+                given["max_tokens"] = given.pop("max_new_tokens")
+            self._defaults = msgspec.convert(given, SamplingParams)
+        return self._defaults
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -84,8 +97,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts, all at the same time, and return their outputs in the same order.
 
-        ``sampling_params``: of all prompts, or one for each. ``use_tqdm``: whether a terminal or a notebook shows a
-        progress bar. ``model``: the name of an adapter. ``priority``: of each prompt; lower runs earlier.
+        ``sampling_params``: of all prompts, or one for each; None: the model's. ``use_tqdm``: whether a terminal or a
+        notebook shows a progress bar. ``model``: the name of an adapter. ``priority``: of each prompt; lower runs
+        earlier.
 
         Raises:
             LLMError: a request was refused, or the services have ended.
@@ -142,7 +156,9 @@ class LLM:
         model: str | None,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        params = _each(sampling_params or SamplingParams(), SamplingParams, len(prompts), "sampling_params")
+        params = _each(
+            sampling_params or self.get_default_sampling_params(), SamplingParams, len(prompts), "sampling_params"
+        )
         if (most := max((one.n for one in params), default=1)) > self._max_waiting:
             # The server would refuse it forever, also with an empty queue.
             raise LLMError(f"n={most}: at most max_waiting={self._max_waiting} sequences may wait")
@@ -179,7 +195,7 @@ class LLM:
             if self._tokenizer is None:
                 from transformers import PreTrainedTokenizerFast
 
-                path = resolve_model(self._model, self._revision, tokenizer_only=True)
+                path = resolve_model(self._gateway.model, self._gateway.revision, tokenizer_only=True)
                 read = PreTrainedTokenizerFast.from_pretrained(  # nosec B615 # a directory
                     path, local_files_only=True, **untyped_special_tokens(path)
                 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import fields
+from pagewise_shared.config.sampling_defaults import SamplingDefaults
 from pagewise_shared.errors import PagewiseError
 
 _ID = "token_id:"
@@ -59,10 +60,13 @@ class SamplingParams(Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
             )
 
     def body(self) -> dict[str, Any]:
-        """Return the fields of a request that differ from the defaults, and always ``max_tokens`` if it has a value."""
+        """Return the fields of a request that differ from the defaults, and always those whose default the server may
+        take from the model, which is for requests without parameters."""
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
         if self.max_tokens is not None:
             given["max_tokens"] = self.max_tokens
+        if not self.use_beam_search:
+            given |= {name: getattr(self, name) for name in SamplingDefaults.__struct_fields__ if hasattr(self, name)}
         if self.logprobs is not None:
             given["return_tokens_as_token_ids"] = True
         if self.logit_bias is not None:

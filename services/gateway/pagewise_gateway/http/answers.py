@@ -24,14 +24,22 @@ from pagewise_gateway.http.errors import APIError
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import beam_params, check_model, retention_seconds, stop_texts
 from pagewise_gateway.http.request_log import Generated, RequestTrace
-from pagewise_gateway.http.responses import ChatChunk, ChatResponse, CompletionResponse, PromptTokensDetails, Usage
+from pagewise_gateway.http.responses import (
+    ChatChunk,
+    ChatChunkChoice,
+    ChatResponse,
+    CompletionChoice,
+    CompletionResponse,
+    PromptTokensDetails,
+    Usage,
+)
 from pagewise_gateway.http.schema import ChatRequest, GenerationFields
-from pagewise_gateway.http.writing import DONE, EventWriter, encode, event, known_error, note_blocked
+from pagewise_gateway.http.writing import DONE, EventWriter, SilenceWatch, encode, event, known_error, note_blocked
 from pagewise_gateway.scheduler_client import LiveRequest
 from pagewise_gateway.text.output_parsing import MessageParser, Start, make_plain
 
 ChunkT = TypeVar("ChunkT", bound=ChatChunk | CompletionResponse)
-ChoiceT = TypeVar("ChoiceT")
+ChoiceT = TypeVar("ChoiceT", bound=ChatChunkChoice | CompletionChoice)
 _NO_CHOICES = b'"choices":[]'
 """The position of the choices in an answer. It is unique in the JSON, because quotes inside strings are escaped."""
 _ID_CHARACTERS = string.ascii_letters + string.digits
@@ -105,6 +113,16 @@ def usage(live: LiveRequest) -> Usage:
     return Usage(prompt, output, prompt + output, PromptTokensDetails(live.num_cached_tokens))
 
 
+def choice_usage(live: LiveRequest, index: int, *, opening: bool = False) -> Usage:
+    """Return the token counts of a choice so far, which chunks with continuous counts have. ``opening``: the chunk is
+    before its first token."""
+    number = index // live.request.params.n
+    asked = live.request.prompts[number]
+    prompt, output = len(asked.token_ids), len(live.output(index).tokens)
+    output = 0 if opening or not asked.max_tokens else output
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(live.prompts[number].cached_tokens))
+
+
 class Answer(ABC):
     """Makes the answer to one request from its output.
 
@@ -113,10 +131,12 @@ class Answer(ABC):
 
     Fields:
         end: the bytes behind the last event of a stream.
+        keep_alive: the bytes that a stream gets when it has had no event for some time.
         cheap: whether all events are made so fast that they need no turns.
     """
 
     end = DONE
+    keep_alive = b": keep-alive\n\n"
     cheap = False
 
     def __init__(self, service: Service, body: GenerationFields, live: LiveRequest) -> None:
@@ -134,7 +154,8 @@ class Answer(ABC):
         """Answer with the events of all deltas as they arrive, then ``last`` and ``end``.
 
         The response begins with the first deltas. So a request that fails before them still gets an error status, and
-        clients that measure the time to the first event measure the time to the first token.
+        clients that measure the time to the first event measure the time to the first token. Only if they take longer
+        than ``--sse-keep-alive-interval``, it begins with ``keep_alive``, and an error is an event.
         """
         writer, turns, key, live = EventWriter(request), self._service.turns, request[CLIENT].name, self._live
 
@@ -155,15 +176,19 @@ class Answer(ABC):
 
         follower = write_cheap if self.cheap else write_quick
         try:
-            while news := await live.next():
-                if self.cheap:
-                    await writer.send(self.events(news))
-                else:
-                    pieces = self.pieces(news)
-                    del news  # so that each delta is freed once its events are made
-                    while (piece := await turns.next(key, pieces)) is not None:
-                        await writer.send(piece)
-                live.follow(follower)
+            with SilenceWatch(writer, self._service.keep_alive, live.interrupt):
+                while (news := await live.next()) or not live.ended:
+                    if not news:
+                        await writer.send(self.keep_alive)
+                        continue
+                    if self.cheap:
+                        await writer.send(self.events(news))
+                    else:
+                        pieces = self.pieces(news)
+                        del news  # so that each delta is freed once its events are made
+                        while (piece := await turns.next(key, pieces)) is not None:
+                            await writer.send(piece)
+                    live.follow(follower)
         except ConnectionError:
             raise
         except Exception as error:
@@ -217,9 +242,10 @@ class OpenAIAnswer(Answer, Generic[ChunkT, ChoiceT]):
         super().__init__(service, body, live)
         self._chunk_type = chunk_type
         self._id, self._created, self._model = completion_id, int(time.time()), body.model or service.limits.model_name
-        options = body.stream_options
-        self._usage_wanted = bool(options and options.include_usage)
-        self._usage_in_every_chunk = bool(self._usage_wanted and options and options.continuous_usage_stats)
+        options, always = body.stream_options, service.always_usage
+        self._usage_wanted = always or bool(options and options.include_usage)
+        continuous = always or bool(options and options.continuous_usage_stats)
+        self._usage_in_every_chunk = self._usage_wanted and continuous
         # Most chunks carry nothing but text, and are made from a template.
         self._only_text = not (self._usage_in_every_chunk or body.return_token_ids or logprobs)
         self.cheap = self._only_text
@@ -277,7 +303,7 @@ class OpenAIAnswer(Answer, Generic[ChunkT, ChoiceT]):
     def _chunk(self, choices: list[ChoiceT]) -> ChunkT:
         chunk = self._chunk_type(self._id, self._created, self._model, choices)
         if self._usage_wanted:  # then OpenAI's chunks have a usage of null, except for the last one
-            chunk.usage = usage(self._live) if self._usage_in_every_chunk else None
+            chunk.usage = choice_usage(self._live, choices[0].index) if self._usage_in_every_chunk and choices else None
         return chunk
 
 

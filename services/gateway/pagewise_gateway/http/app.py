@@ -10,6 +10,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.config.adapter_options import adapter_rights, max_adapter_rank
+from pagewise_shared.generation_config import GenerationConfig
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.tracing import Tracing
 from pagewise_shared.version import package_version
@@ -66,6 +67,7 @@ def create_app(
     config: GatewayConfig,
     metrics: Metrics,
     tracing: Tracing | None = None,
+    generation: GenerationConfig = GenerationConfig(),  # noqa: B008
 ) -> web.Application:
     """Return the application that serves HTTP requests. ``tracing``: sends their traces; None: they are not traced.
 
@@ -98,6 +100,9 @@ def create_app(
         turns=LoopTurns(),
         grammars=Grammars(),
         places=PlaceFinder(tokenizer, formats.template_kwargs),
+        generation=generation,
+        keep_alive=config.sse_keep_alive_interval,
+        always_usage=config.enable_force_include_usage,
     )
     # Making it takes milliseconds, so it is made here and not for each request.
     app[_OPENAPI] = msgspec.json.encode(
@@ -333,11 +338,12 @@ async def detokenize(request: web.Request) -> web.Response:
 def _model(request: web.Request, adapter: Adapter | None) -> responses.Model:
     """Describe an adapter, or the model. Only operators learn their folders."""
     service, operator = request.app[Service.KEY], request[CLIENT].operator
-    limits, longest = service.limits, _max_model_len(service)
+    limits, longest, defaults = service.limits, _max_model_len(service), service.generation.defaults
     if adapter is None:
-        return responses.Model(limits.model_name, _STARTED, longest, limits.root if operator else limits.model_name)
+        root = limits.root if operator else limits.model_name
+        return responses.Model(limits.model_name, _STARTED, longest, root, defaults)
     root = adapter.path if operator else adapter.name
-    return responses.Model(adapter.name, adapter.created, longest, root, limits.model_name)
+    return responses.Model(adapter.name, adapter.created, longest, root, defaults, limits.model_name)
 
 
 def _max_model_len(service: Service) -> int | None:

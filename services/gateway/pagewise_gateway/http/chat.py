@@ -11,9 +11,19 @@ from pagewise_shared.thinking import ThinkingBudget
 
 from pagewise_gateway.generation import Capacity, SequenceDelta
 from pagewise_gateway.http import params, responses
-from pagewise_gateway.http.answers import Answer, ChatRun, OpenAIAnswer, cut, finish_reason, generate, usage
+from pagewise_gateway.http.answers import (
+    Answer,
+    ChatRun,
+    OpenAIAnswer,
+    choice_usage,
+    cut,
+    finish_reason,
+    generate,
+    usage,
+)
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import Parsing
+from pagewise_gateway.http.credentials import Client
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.intake import AnswerSize, Intake
 from pagewise_gateway.http.logprobs import chat_logprobs
@@ -96,6 +106,8 @@ class ChatAnswer(OpenAIAnswer[ChatChunk, ChatChunkChoice]):
     def _opening(self, index: int) -> bytes:
         chunk = self._chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))])
         chunk.prompt_token_ids = self._prompt_token_ids
+        if self._usage_in_every_chunk:
+            chunk.usage = choice_usage(self._live, index, opening=True)
         return event(chunk)
 
     def _logprobs(self, delta: SequenceDelta) -> Generator[bytes, None, ChatLogprobs | None]:
@@ -229,18 +241,13 @@ async def run_chat(
         APIError, GenerationError: as ``create_chat_completion``.
     """
     service, key = request.app[Service.KEY], request[CLIENT].name
-    n = params.check_common(body, service.limits)
-    params.check_priority(body, request[CLIENT])
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    check_segments(body)
-    service.formats.check(body)
+    n = _check(service, body, request[CLIENT])
     parsing = service.formats.parsing(body)
     if parsing is not None:
         parsing = replace(parsing, calls_first=wanted_grammar(body) is not None)
     capacity = await service.scheduler_client.wait_for_capacity()
     given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    wanted: int | None = getattr(body, given)
+    wanted = service.generation.limited(getattr(body, given))
     params.check_output_length(wanted, capacity, given, least=1)
     encoded = await encode_chat(service, body, capacity, key)
     start = _start(body, parsing, encoded.text)
@@ -250,6 +257,7 @@ async def run_chat(
     )
     sampling = params.sampling_params(
         body,
+        service.generation.defaults,
         service.tokenizer,
         capacity,
         thinking=_thinking_budget(service, body, parsing, start, capacity),
@@ -260,7 +268,7 @@ async def run_chat(
     )
     tokens = params.truncated(encoded.tokens, body, wanted, capacity)
     size = AnswerSize(n, body.stream, service.answer_memory.share, sampling.logprobs)
-    default = size.default_tokens(len(tokens), repeated)
+    default = service.generation.default_tokens(size.default_tokens(len(tokens), repeated))
     budget = params.output_budget(body, wanted, default, len(tokens), capacity, prompt="messages", output=given)
     places = pack_int32s(encoded.places)
     prompt = Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded), places=places)
@@ -285,6 +293,21 @@ def _thinking_budget(
 def _start(body: ChatRequest, parsing: Parsing | None, prompt: str) -> Start:
     """Return where an output begins. ``prompt``: the end of its text."""
     return "main" if parsing is None else parsing.format.start(prompt, _continued(body, parsing))
+
+
+def _check(service: Service, body: ChatRequest, client: Client) -> int:
+    """Check the fields that can be checked without tokens, and return n.
+
+    Raises:
+        APIError: a field is wrong, or fields contradict each other.
+    """
+    n = params.check_common(body, service.limits)
+    params.check_priority(body, client)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+    check_segments(body)
+    service.formats.check(body)
+    return n
 
 
 def _continued(body: ChatRequest, parsing: Parsing) -> str | None:

@@ -51,6 +51,7 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     params.check_output_length(body.max_tokens, capacity, "max_tokens")
     sampling = params.sampling_params(
         body,
+        service.generation.defaults,
         service.tokenizer,
         capacity,
         bad_words=await encode_bad_words(service, body.bad_words or [], request[CLIENT].name),
@@ -82,12 +83,14 @@ async def _encoded(
     """
     prompts: list[Prompt] = []
     texts: list[str | None] = []
+    limited = service.generation.limited
+    wanted, default = limited(body.max_tokens), limited(DEFAULT_MAX_TOKENS)
     for one in given:
         if prompts:  # lets other requests run between the texts of a large request
             await asyncio.sleep(0)
         encoded = await encode_prompt(service, one, body, capacity, key)
-        tokens = params.truncated(encoded.tokens, body, body.max_tokens, capacity)
-        budget = params.output_budget(body, body.max_tokens, DEFAULT_MAX_TOKENS, len(tokens), capacity)
+        tokens = params.truncated(encoded.tokens, body, wanted, capacity)
+        budget = params.output_budget(body, wanted, default, len(tokens), capacity)
         texts.append(one if body.echo and isinstance(one, str) and tokens is encoded.tokens else None)
         prompts.append(Prompt(tokens.tobytes(), budget, segments=prompt_segments(body, encoded)))
     return tuple(prompts), texts

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from aiohttp import web
+from pagewise_shared.generation_config import GenerationConfig
 
 from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.credentials import Client
@@ -50,6 +51,9 @@ class Service:
         write_timeout: seconds that a client may take to read data that was written.
         turns: runs work on the event loop. grammars: makes and checks grammars.
         places: finds where prompts declare that others go on differently.
+        generation: values for parameters that requests do not give.
+        keep_alive: seconds without an event after which a stream gets a comment; 0: it gets none.
+        always_usage: whether all chunks of completions and chats have token counts.
     """
 
     KEY: ClassVar[web.AppKey["Service"]] = web.AppKey("service")
@@ -65,6 +69,9 @@ class Service:
     turns: LoopTurns
     grammars: Grammars
     places: PlaceFinder
+    generation: GenerationConfig
+    keep_alive: float
+    always_usage: bool
 
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:

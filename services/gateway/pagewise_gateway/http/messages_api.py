@@ -245,6 +245,7 @@ _DELTAS: dict[str, tuple[Literal["text_delta", "thinking_delta", "input_json_del
 class MessageAnswer(EventAnswer):
     """Turns the output of a chat into a message: one JSON body, or events. The texts of events are not kept."""
 
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
     kinds: ClassVar[Mapping[DeltaKind, str]] = {
         "content": "text",
         "reasoning": "thinking",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagewise_shared.config.sampling_defaults import SamplingDefaults
 from pagewise_shared.protocol import Adapter
 from pagewise_shared.sampling import BeamParams, SamplingParams, TokenConstraints, token_constraints
 from pagewise_shared.thinking import ThinkingBudget
@@ -27,16 +28,10 @@ MAX_CANDIDATES = 512
 """The maximum number of continuations of one hypothesis of a beam search that an executor reports for every token."""
 _GREEDY_BELOW = 1e-5
 """Lower temperatures are treated as greedy, because dividing by them would overflow."""
-_AS_GIVEN = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-)
+_AS_GIVEN = ("presence_penalty", "frequency_penalty", "min_tokens")
 """Sampling parameters that ``SamplingParams`` has with the same meaning; None in a body is the default there."""
+_WITH_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The same, and ``SamplingDefaults`` may have values for requests that give none."""
 # Field -> values that have no effect, besides null and false.
 _ONLY_BEAMS: dict[str, tuple[object, ...]] = {"length_penalty": (1.0,), "early_stopping": ()}
 _NOT_BEAMS: dict[str, tuple[object, ...]] = {
@@ -155,6 +150,7 @@ def _check_beam_search(body: GenerationFields, n: int) -> None:
 
 def sampling_params(
     body: GenerationFields,
+    defaults: SamplingDefaults,
     tokenizer: Tokenizer,
     capacity: Capacity,
     *,
@@ -179,8 +175,7 @@ def sampling_params(
     if grammar and body.ignore_eos:
         bad_words = [*bad_words, *((token,) for token in ends)]
     return SamplingParams(
-        **_values(body),
-        top_k=max(0, body.top_k or 0),
+        **_values(body, defaults),
         seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
         stop_token_ids=stop_ids,
         logprobs=logprobs,
@@ -191,8 +186,14 @@ def sampling_params(
     )
 
 
-def _values(body: GenerationFields) -> dict[str, Any]:
+def _values(body: GenerationFields, defaults: SamplingDefaults) -> dict[str, Any]:
     given = {name: value for name in _AS_GIVEN if (value := getattr(body, name)) is not None}
+    sources = (body,) if body.use_beam_search else (body, defaults)  # beams take the model's own probabilities
+    for name in _WITH_DEFAULTS:
+        found = (value for source in sources if (value := getattr(source, name)) is not None)
+        if (first := next(found, None)) is not None:
+            given[name] = first
+    given["top_k"] = max(0, given.get("top_k", 0))
     # A top_p of 0 keeps the most likely token only.
     if given.get("temperature", 1.0) < _GREEDY_BELOW or given.get("top_p") == 0.0:
         given |= {"temperature": 0.0, "top_p": 1.0}

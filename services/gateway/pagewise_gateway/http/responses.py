@@ -6,6 +6,7 @@ A field that is UNSET is left out of the JSON; one that is None becomes null, as
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
+from pagewise_shared.config.sampling_defaults import SamplingDefaults
 
 
 class PromptTokensDetails(Struct):
@@ -180,13 +181,15 @@ class Model(Struct):
     """A model that is served, or an adapter of it.
 
     ``max_model_len``: null until an executor has joined. ``root``: for operators its folder or hub id, for others its
-    name. ``parent``: of an adapter, the name of the model.
+    name. ``parent``: of an adapter, the name of the model. ``sampling_defaults``: of parameters that requests do not
+    give, as ``--generation-config`` says.
     """
 
     id: str
     created: int
     max_model_len: int | None
     root: str
+    sampling_defaults: SamplingDefaults
     parent: str | None = None
     object: Literal["model"] = "model"
     owned_by: str = "pagewise"

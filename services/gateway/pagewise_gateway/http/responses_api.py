@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from aiohttp import web
 from msgspec import UNSET, Raw
+from pagewise_shared.config.sampling_defaults import SamplingDefaults
 
 from pagewise_gateway.generation import SequenceDelta
 from pagewise_gateway.http import responses_schema as schema
@@ -42,7 +43,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         service.metrics.requests_without_tools(kind).inc()
     chat = chat_request(body)
     model = body.model or service.limits.model_name
-    response, num_bytes = new_response(f"resp_{request[REQUEST_ID]}", model, body)
+    response, num_bytes = new_response(f"resp_{request[REQUEST_ID]}", model, body, service.generation.defaults)
     del body  # this frame lives until the response has ended
     try:
         return await run_chat(
@@ -76,9 +77,11 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """HTTP status of an error -> OpenAI's code of the failed response; others are server_error."""
 
 
-def new_response(response_id: str, model: str, body: schema.ResponsesRequest) -> tuple[schema.Response, int]:
+def new_response(
+    response_id: str, model: str, body: schema.ResponsesRequest, defaults: SamplingDefaults
+) -> tuple[schema.Response, int]:
     """Return the response to a request before it has any output, and the bytes of the fields that it repeats of the
-    request.
+    request. ``defaults``: of parameters that it does not give.
 
     These fields are kept as JSON, because they live as long as the response, and objects would take ten times as much.
     """
@@ -99,8 +102,8 @@ def new_response(response_id: str, model: str, body: schema.ResponsesRequest) ->
         Raw(instructions),
         Raw(metadata),
         max_output_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
     )
     return response, sum(map(len, (choice, tools, text, instructions, metadata)))
 
@@ -136,7 +139,8 @@ class ResponseAnswer(EventAnswer):
 
     def error(self, error: APIError) -> bytes:
         """Return the event that ends a stream which has failed."""
-        return as_bytes(self._failed(error))
+        begin = () if self._begun else self._begin()  # a stream may have begun with a comment only
+        return b"".join(as_bytes(one) for one in (*begin, self._failed(error)))
 
     def _begin(self) -> Iterator[schema.ResponseEvent]:
         yield self._event("response.created", response=self._response)

@@ -7,6 +7,7 @@ that depend on the model (its length, its vocabulary) are checked in ``params`` 
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from pagewise_shared.config.sampling_defaults import Probability, RepetitionPenalty, Temperature, TopK
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from pagewise_shared.segments import MAX_SEGMENTS
 
@@ -211,10 +212,10 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     max_tokens: int | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1, description="-1 and 0 keep the whole vocabulary.")] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[TopK, Meta(description="-1 and 0 keep the whole vocabulary.")] | None = None
+    min_p: Probability | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
     best_of: Annotated[int, Meta(ge=1, description="If it is given, it is n.")] | None = None
@@ -229,7 +230,7 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: (
         Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIASES)] | None
     ) = None

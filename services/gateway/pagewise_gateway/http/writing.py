@@ -134,6 +134,9 @@ class EventWriter:
     """Writes events to a client, and closes the connection of a client that stops reading.
 
     The data that is buffered for a client is bounded: the transport's buffer (64 KiB) and one more write.
+
+    Fields:
+        wrote: whether anything was written since ``SilenceWatch`` has looked; true at the beginning.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -147,6 +150,7 @@ class EventWriter:
         )
         self._request = request
         self._chunked: asyncio.WriteTransport | None = None
+        self.wrote = True
 
     def ready(self) -> bool:
         """Return whether the client has taken everything so far, so that ``write`` may be called."""
@@ -159,6 +163,7 @@ class EventWriter:
         Nearly every token is written by this method. It bypasses aiohttp's writer, which needs six calls for the same.
         """
         if data and self._chunked is not None:
+            self.wrote = True
             self._chunked.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def send(self, data: bytes) -> None:
@@ -169,6 +174,7 @@ class EventWriter:
         """
         if not data:
             return
+        self.wrote = True
         if not self.response.prepared:
             await self.response.prepare(self._request)
         await in_time(self._request, self.response.write(data))
@@ -179,3 +185,32 @@ class EventWriter:
         """End the stream."""
         await in_time(self._request, self.response.write_eof())
         return self.response
+
+
+class SilenceWatch:
+    """Calls ``silent`` when nothing has been written for ``interval`` seconds or less, in its context; 0: never.
+
+    Nearly every token is a write, so a write only sets a flag, which a timer reads and clears twice in an interval. The
+    call comes half an interval after the last write at the earliest. Before the first write it comes after an interval.
+    """
+
+    __slots__ = ("_half", "_silent", "_timer", "_writer")
+
+    def __init__(self, writer: EventWriter, interval: float, silent: Callable[[], None]) -> None:
+        self._writer, self._half, self._silent = writer, interval / 2, silent
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        if self._half:
+            self._timer = asyncio.get_running_loop().call_later(self._half, self._look)
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._writer.wrote:
+            self._writer.wrote = False
+        else:
+            self._silent()
+        self._timer = asyncio.get_running_loop().call_later(self._half, self._look)

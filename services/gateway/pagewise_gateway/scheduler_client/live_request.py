@@ -94,13 +94,14 @@ class LiveRequest:
         self._admitted = False
         self._error: Exception | None = None
         self._follower: Callable[[], bool] | None = None
+        self._interrupted = False
         self._waiter: asyncio.Future[None] | None = None
 
     # ---- for the client ------------------------------------------------------------------------------
 
     async def next(self) -> list[SequenceDelta]:
-        """Wait for new deltas, at most one for each output. Returns an empty list once all outputs have ended, and for
-        a request without prompts when the scheduler admits it.
+        """Wait for new deltas, at most one for each output. Returns an empty list once all outputs have ended, for a
+        request without prompts when the scheduler admits it, and after ``interrupt``.
 
         Raises:
             GenerationError: the request was not accepted, or failed; deltas from before have been returned.
@@ -112,10 +113,19 @@ class LiveRequest:
                 raise self._error
             if self.ended or self._admitted:
                 return []
+            if self._interrupted:
+                self._interrupted = False
+                return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        self._follower = None
+        self._follower, self._interrupted = None, False
         return self.take_deltas()
+
+    def interrupt(self) -> None:
+        """Let ``next`` return if it waits. Followers stay."""
+        if self._waiter is not None:
+            self._interrupted = True
+            self._wake()
 
     async def outcome(self) -> Iterator[SequenceDelta]:
         """Wait until all outputs have ended. Returns an iterator over one delta for each output, in order.

@@ -138,6 +138,15 @@ class Template:
         return any("probe_tool" in (self._tried(messages) or "") for messages in ([_USER], [_SYSTEM, _USER]))
 
     @cached_property
+    def around_answer(self) -> tuple[str, str]:
+        """The texts between the reasoning and the answer of the assistant at the end of a conversation, and behind it;
+        empty if there are none."""
+        reasoning = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "probe_thought")
+        answer = {"role": "assistant", "content": "probe_answer", **reasoning}
+        before, _, behind = (self._tried([_USER, answer], tools=False) or "").partition("probe_answer")
+        return before.partition("probe_thought")[2], behind
+
+    @cached_property
     def _knows_developer(self) -> bool:
         """Whether the template names messages of the developer, and writes them in another way than the system's."""
         if "developer" not in self._text:
@@ -267,6 +276,12 @@ class ChatTemplate:
     def writes_tools(self) -> bool:
         """Whether a conversation with tools renders with them; true if there is no template."""
         return self._of_tools is None or self._of_tools.writes_tools
+
+    @property
+    def around_answer(self) -> tuple[str, str]:
+        """The texts that the default template writes between reasoning and answer, and behind it; empty if there are
+        none."""
+        return ("", "") if self._default is None else self._default.around_answer
 
     def choose(self, tools: Sequence[Any] | None) -> Template:
         """Return the template for a conversation with these tools.

@@ -201,8 +201,8 @@ class Tokenizer:
         self._turns, self._large_turns = Turns(_THREADS), Turns(_THREADS - 1)
 
     @classmethod
-    def load(cls, path: Path) -> "Tokenizer":
-        """Read a model directory.
+    def load(cls, path: Path, more_ends: frozenset[int] = frozenset()) -> "Tokenizer":
+        """Read a model directory. ``more_ends``: tokens that end outputs besides those that its files name.
 
         Raises:
             ModelError: tokenizer.json is missing, or it or another file cannot be read.
@@ -212,13 +212,28 @@ class Tokenizer:
         default, of_tools = _chat_templates(path, read.chat_template)
         if default or of_tools:
             renderer()  # imported now and not with the first request, because that takes long
-        return cls(
+        tokenizer = cls(
             backend,
-            eos_token_ids=end_token_ids(path, backend.token_to_id),
+            eos_token_ids=end_token_ids(path, backend.token_to_id) | more_ends,
             chat_template=default,
             tool_template=of_tools,
             special_tokens={name: text for name, text in read.special_tokens_map.items() if isinstance(text, str)},
         )
+        tokenizer._end_at_turns()
+        return tokenizer
+
+    def _end_at_turns(self) -> None:
+        """End outputs at the special token that the chat template writes behind an answer, too.
+
+        The files of some models name the end of a document only. A token that ends reasoning too, as gpt-oss's
+        ``<|end|>`` does, is none.
+        """
+        before, behind = self.chat_template.around_answer
+        begun = (text for text in self.special_tokens if text and behind.lstrip().startswith(text))
+        token = max(begun, key=len, default="")
+        if token and token not in before and (token_id := self.special_tokens[token]) not in self.eos_token_ids:
+            self.eos_token_ids |= {token_id}
+            log.info("outputs end with %s, which the chat template writes behind each answer", token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. This blocks, but releases the GIL."""
