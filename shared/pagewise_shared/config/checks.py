@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pagewise_shared.config.adapter_options import check_adapters
+from pagewise_shared.config.kv_events import check_kv_events
 from pagewise_shared.config.options import MAX_BODY_BYTES, MAX_BODY_MEMORY
 from pagewise_shared.config.speculative import check_speculative
 from pagewise_shared.errors import ConfigError
@@ -147,6 +148,7 @@ _CHECKS: tuple[Callable[[dict[str, Any]], None], ...] = (
     _check_parallel,
     _check_tracing,
     check_speculative,
+    check_kv_events,
     _check_role,
     _check_bodies,
 )

@@ -140,6 +140,7 @@ class Coordinator:
                 await self._ended
         finally:
             self._sockets.close()
+            self.executor_registry.watchers.close()
 
     def _turn(self) -> None:
         if self._will_turn or self._ended.done():
@@ -180,6 +181,7 @@ class Coordinator:
             self.draining.advance()
         self.executor_registry.plan()
         self.gateways.flush()
+        self.executor_registry.watchers.flush()
 
     async def _tick(self) -> None:
         while True:

@@ -5,7 +5,7 @@ Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tr
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pagewise_shared.protocol import DEVICE
@@ -74,6 +74,20 @@ class BlockPool(Pool):
             node.last_used = self.policy.tick()
             super().restore(node)
 
+    def begin_with(self, nodes: Sequence[CachedBlock]) -> list[int]:
+        """Pin the blocks with which a sequence begins, and return them."""
+        blocks = [node.block for node in nodes]
+        self.pin(blocks)
+        for watcher in self.watchers:
+            watcher.used(nodes)
+        return blocks
+
+    def close(self) -> None:
+        """Close the pool as ``Pool`` does; its executor's blocks are gone from all tiers."""
+        for watcher in self.watchers:
+            watcher.all_gone()
+        super().close()
+
     def pin_remote(self, blocks: list[int]) -> None:
         """Pin blocks that another executor reads, until they are taken back."""
         self.pin(blocks)
@@ -113,6 +127,8 @@ class BlockPool(Pool):
         if known is not None:
             for tier in self.lower:  # copies in these tiers are redundant from now on
                 tier.offer(known)
+        for watcher in self.watchers:
+            watcher.entered(node, DEVICE)
         return node
 
     def _rank(self, node: CachedBlock) -> int | None:
@@ -132,6 +148,8 @@ class BlockPool(Pool):
         parent.num_on_device -= 1
         if not parent.num_on_device and (above := parent.block) >= 0 and not self._references[above]:
             self.offer(parent)
+        for watcher in self.watchers:
+            watcher.left(node, DEVICE)
 
     def _enter(self, node: CachedBlock, block: int) -> None:
         assert node.parent is not None
@@ -139,6 +157,8 @@ class BlockPool(Pool):
         node.num_tiers += 1
         node.parent.num_on_device += 1
         self._nodes[block] = node
+        for watcher in self.watchers:
+            watcher.entered(node, DEVICE)
 
 
 @dataclass(slots=True, frozen=True)

@@ -7,11 +7,12 @@ step writes into the blocks. To *pin* a block is to add a reference, which keeps
 *released*.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagewise_shared.block_hash import BlockHash
 
+from pagewise_scheduler.core.memory.block_watch import BlockWatcher
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.eviction_history import LossReason
@@ -39,7 +40,7 @@ class Pool:
     ``number``: the number of the tier on the wire. ``below``: the next tier down, if there is one. ``lower``: all tiers
     below that have ids too. ``num_cached``: number of cached blocks. ``states``: the state of each block, a byte, for
     the console. ``recoverable``: cached blocks that the executor has listed by hash in its Hello, and that no prompt
-    has requested yet; they are evicted first.
+    has requested yet; they are evicted first. ``watchers``: are told of the blocks that come and leave.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Pool:
         self.below = below
         self.lower: tuple[HostTier, ...] = tuple(_pools_from(below))
         self.recoverable: dict[BlockHash, int] = {}
+        self.watchers: Sequence[BlockWatcher] = ()
         self._caches = self.lower  # this tier, unless it is the device, and the lower ones: they hold copies alone
         self.states = bytearray(num_blocks)
         self._references = [0] * num_blocks
