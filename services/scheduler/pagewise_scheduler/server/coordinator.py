@@ -27,11 +27,12 @@ from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.config.adapter_options import adapter_rights
 from pagewise_shared.curve import Keys
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
+from pagewise_shared.protocol import Query, ResetCache, decode_from_executor, decode_from_gateway
 from pagewise_shared.service_status import ServiceStatus, read_status
 
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.adapters import AdapterRegistry
+from pagewise_scheduler.server.cache_reset import reset_caches
 from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.console import Console
 from pagewise_scheduler.server.draining import Draining
@@ -211,10 +212,13 @@ class Coordinator:
             with self.executor_registry.guarded(executor):
                 executor.stats.record(executor.scheduler)
 
-    def _answer(self, query: Query) -> bytes | None:
+    def _answer(self, query: Query | ResetCache) -> bytes | None:
+        registry = self.executor_registry
+        if isinstance(query, ResetCache):
+            return reset_caches(query.salt, registry.executors, registry.guarded)
         if query.kind == "metrics":
             self._record_stats()
-        return answer(query, self.executor_registry.executors, self.gateways, self.metrics, self._console)
+        return answer(query, registry.executors, self.gateways, self.metrics, self._console)
 
 
 class ServiceWatch:

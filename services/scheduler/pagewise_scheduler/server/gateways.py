@@ -24,6 +24,7 @@ from pagewise_shared.protocol import (
     QueryAnswer,
     RegisterAdapter,
     RequestRefused,
+    ResetCache,
     Started,
     Submit,
     UnregisterAdapter,
@@ -214,7 +215,7 @@ class Gateways(Sessions[Gateway]):
                 self._registry.register(message, lambda answer: self._send_adapter_answer(session, answer))
             case UnregisterAdapter():
                 self._registry.unregister(message, lambda answer: self._send_adapter_answer(session, answer))
-            case Query():
+            case Query() | ResetCache():
                 body = self._answer(message)
                 self.send(session, QueryAnswer(message.number, body is not None, body or b""))
             case AbortRequest(number=number, request_id=name):

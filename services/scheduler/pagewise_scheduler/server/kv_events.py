@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
-from pagewise_shared.block_hash import is_adapter_salt, without_rope
+from pagewise_shared.block_hash import client_salt, is_adapter_salt, without_rope
 from pagewise_shared.config import KVEventsConfig
 from pagewise_shared.protocol import DEVICE, HOST, GroupKind, unpack_int32s
 from pagewise_shared.segments import TOKEN_ID
@@ -182,10 +182,7 @@ def _number(node: CachedBlock) -> int:
 
 def _salt(cache_salt: str | None) -> str | None:
     """The cache salt as its request gave it; with the name of its API key or group if it is theirs alone."""
-    salt = without_rope(cache_salt)
-    if is_adapter_salt(salt):
-        assert salt is not None
-        salt = salt.partition("/")[2] or None
+    salt = client_salt(cache_salt)
     return salt.removeprefix(_ALL_CLIENTS) if salt is not None else None
 
 

@@ -135,6 +135,11 @@ class BlockPool(Pool):
         block = node.block
         return None if block < 0 or self._references[block] or node.num_on_device else NEAREST
 
+    def forget(self, node: CachedBlock) -> None:
+        """Give up the block of ``node``, if it is here, and neither it nor a block behind it is in use."""
+        if self._rank(node) is not None:
+            self._leave(node)
+
     def _count_evicted(self, *, kept: bool) -> None:
         self.counters.evicted += 1
         self.counters.dropped += not kept

@@ -202,6 +202,10 @@ class Pool:
                 self.states[block] = CACHED
                 self.offer(node)
 
+    def forget(self, node: CachedBlock) -> None:
+        """Give up the block of ``node``, if it is here and may go."""
+        raise NotImplementedError
+
     # ---- known content -------------------------------------------------------------------------------
 
     def expect(self, recoverable: dict[BlockHash, int]) -> None:
@@ -218,6 +222,12 @@ class Pool:
         if node.block_id(self.number) < 0 and (block := self.recoverable.pop(node.hash, NOWHERE)) >= 0:
             self._enter(node, block)
             self.offer(node)
+
+    def forget_recoverable(self) -> None:
+        """Give up the recoverable blocks."""
+        for block in self.recoverable.values():
+            self._set_free(block)
+        self.recoverable.clear()
 
     def offer(self, node: CachedBlock) -> None:
         """Decide again whether the block of ``node``, if this tier has it, can be evicted, and with which rank."""
