@@ -46,8 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         parents=[chosen],
         help="release cached blocks that no sequence uses; those on disks and in stores stay (see pagewise wipe)",
     )
-    which = dropped.add_argument_group()
-    which.add_argument("--all", action="store_true", help="of all requests")
+    dropped.add_argument("--all", action="store_true", help="of all requests")
     dropped.set_defaults(run=_drop)
     for each in (shown, dropped):
         each.add_argument("--json", action="store_true", help="print the answer as JSON")

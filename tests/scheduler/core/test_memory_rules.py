@@ -8,6 +8,7 @@ import gc
 import random
 import tracemalloc
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -88,7 +89,7 @@ class MemoryRules(RuleBasedStateMachine):
         early_loads: bool,
     ) -> None:
         shape = self.shape(num_blocks, budget)
-        self.create = lambda: create_scheduler(
+        self.create: Callable[[], Scheduler] = lambda: create_scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,

@@ -1,6 +1,5 @@
 """Cached prefixes as operators see and release them, and the lifetimes of blocks."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,12 @@ async def test_prefixes_are_listed_and_released_by_salt(tmp_path: Path) -> None:
         assert all(one["key"] == "alice" and one["request_id"].startswith("id-") for one in found)
         assert all(one["num_tokens"] == 4 * one["num_blocks"] == 4 * one["tiers"]["device"] for one in found)
         assert all(one["uses"] >= 1 and one["last_used_seconds"] >= 0 for one in found)
-        assert found[0]["num_blocks"] == max(one["num_blocks"] for one in found)
+        assert found[0]["num_blocks"] >= found[1]["num_blocks"] >= found[2]["num_blocks"], "of the first executor"
         assert {one.get("salt") for one in await cached(stack, "key:alice")} == {"key:alice", "key:alice/job"}
         assert len(await cached(stack, limit=1)) == 2, "one of each executor"
 
         answer = msgspec.json.decode((await stack.gateway.reset_cache("key:alice")).body)
-        assert [one["executor_id"] for one in answer["executors"]] == ["a", "b"]
+        assert {one["executor_id"] for one in answer["executors"]} == {"a", "b"}
         assert all(one | {"executor_id": "", "released": {}} == {
             "executor_id": "", "unit": "blocks", "released": {}, "in_use": 0, "kept": []
         } for one in answer["executors"])  # fmt: skip
@@ -104,7 +103,7 @@ async def test_a_missed_prefix_is_explained_by_the_reset(tmp_path: Path) -> None
         request = await stack.gateway.submit([7] * 40, max_tokens=1, request_id="second")
         await request.result()
         report = msgspec.json.decode((await stack.gateway.ask("request", "second")).body)
-        assert [lost["reason"] for lost in report["missed"]["lost"]] == ["cache reset"]
+        assert [lost["reason"] for lost in report["lost"]] == ["cache reset"]
 
 
 def test_lifetimes_end_when_a_block_leaves_the_device() -> None:
@@ -133,16 +132,13 @@ def test_blocks_that_are_not_sampled_are_not_measured() -> None:
 
 
 async def test_lifetimes_are_in_the_metrics(tmp_path: Path) -> None:
-    options = {"kv_cache_metrics": True, "kv_cache_metrics_sample": 1.0}
-    async with running(tmp_path, **options) as stack, executor(tmp_path):
+    async with running(tmp_path, kv_cache_metrics=True, kv_cache_metrics_sample=1.0) as stack, executor(tmp_path):
         await stack.ready(1)
         for number in (1, 2, 1):
             await stack.generate([number] * 100, 1)
         await stack.generate([3] * 250, 1)
         names = ("kv_block_lifetime_seconds_count", "kv_block_idle_before_evict_seconds_count")
         await until(lambda: all(stack.metric(name) >= 37 for name in names))
-        assert stack.metric("kv_block_reuse_gap_seconds_count") >= 0
-        await asyncio.sleep(0)
 
 
 def test_ticks_have_times() -> None:

@@ -12,7 +12,7 @@ import zmq
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.core.memory.prefix_tree import hash_of
 from pagewise_scheduler.server.kv_event_publisher import KVEventPublisher
-from pagewise_scheduler.server.kv_events import ExecutorEvents
+from pagewise_scheduler.server.kv_events import BlockRemoved, BlockStored, ExecutorEvents
 from pagewise_shared.config import ExecutorConfig, KVEventsConfig, SchedulerConfig, parse_config
 from pagewise_shared.protocol import DEVICE, HOST
 
@@ -62,7 +62,7 @@ def _positional(struct: type[msgspec.Struct]) -> type[msgspec.Struct]:
     return msgspec.defstruct(struct.__name__, fields, array_like=True, tag=struct.__struct_config__.tag)
 
 
-_OldStored, _OldRemoved, _OldCleared = map(_positional, (_Stored, _Removed, _Cleared))
+_OldStored, _OldRemoved, _OldCleared = _positional(_Stored), _positional(_Removed), _positional(_Cleared)
 
 
 class _ArrayBatch(msgspec.Struct, array_like=True):
@@ -199,15 +199,18 @@ def test_events_say_whose_blocks_they_are() -> None:
         scheduler.add(request)
         run(scheduler, served_by)
         (stored,) = events.take()
+        assert isinstance(stored, BlockStored)
         told.append(stored.extra_keys)
         assert (len(stored.block_hashes), stored.medium, stored.group_idx) == (2, "GPU", 0)
         assert (stored.kv_cache_spec_kind, stored.lora_name) == ("full_attention", None)
     assert told == [[("mine",), None], [("key:alice",), None], None]
     evict(scheduler, 16)
-    assert {event.medium for event in events.take()} == {"GPU", "CPU"}
+    taken = [event for event in events.take() if isinstance(event, BlockStored | BlockRemoved)]
+    assert {event.medium for event in taken} == {"GPU", "CPU"}
     assert {medium: len(blocks) for medium, blocks in events.stored.items()} == {"GPU": 0, "CPU": 6}
     scheduler.kv.forget()
     (removed,) = events.take()
+    assert isinstance(removed, BlockRemoved)
     assert (len(removed.block_hashes), removed.medium) == (6, "CPU")
 
 

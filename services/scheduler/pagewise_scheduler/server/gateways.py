@@ -67,7 +67,7 @@ MAX_GATEWAYS = 256
 
 _MOST_GONE = 32
 
-Answer = Callable[[Query], bytes | None]
+Answer = Callable[[Query | ResetCache], bytes | None]
 """Returns the body of the answer to a query; None: not found."""
 
 

@@ -36,7 +36,7 @@ class KVEventPublisher:
             zmq.ZMQError: an endpoint cannot be used.
         """
         self._topic, self._on_dropped = config.topic.encode(), on_dropped
-        self._queue: Queue[tuple[int, Any] | None] = Queue(config.max_queue_size)
+        self._queue: Queue[tuple[int, Any]] = Queue(config.max_queue_size)
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._next = 0
         self._complaints = BoundedLog(log)

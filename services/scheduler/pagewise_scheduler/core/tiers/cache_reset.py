@@ -30,8 +30,10 @@ def reset_cache(kv: KVCacheManager, salt: str = "") -> ResetOutcome:
     a hash does not tell it.
     """
     used = {number: _num_used(kv, tier) for number, tier in kv.tiers.items()}
-    for tier in (*kv.tiers.values(), *_snapshot_pools(kv)):
+    for tier in kv.tiers.values():
         tier.forget_recoverable()
+    for pool in _snapshot_pools(kv):
+        pool.forget_recoverable()
     history = kv.eviction_history
     history.reserves_for(None, 0)
     history.reason = "cache reset"
