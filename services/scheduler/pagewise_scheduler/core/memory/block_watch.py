@@ -1,6 +1,6 @@
 """Watchers of the prefix tree's blocks: they are told when a block comes into a tier with ids, is used, and leaves.
 
-A memory without watchers pays for an empty loop per block, and nothing else.
+A memory without watchers looks once for each block whether there are any, and nothing else.
 """
 
 import random

@@ -127,8 +127,8 @@ class BlockPool(Pool):
         if known is not None:
             for tier in self.lower:  # copies in these tiers are redundant from now on
                 tier.offer(known)
-        for watcher in self.watchers:
-            watcher.entered(node, DEVICE)
+        if self.watchers:
+            self._tell_entered(node)
         return node
 
     def _rank(self, node: CachedBlock) -> int | None:
@@ -153,8 +153,8 @@ class BlockPool(Pool):
         parent.num_on_device -= 1
         if not parent.num_on_device and (above := parent.block) >= 0 and not self._references[above]:
             self.offer(parent)
-        for watcher in self.watchers:
-            watcher.left(node, DEVICE)
+        if self.watchers:
+            self._tell_left(node)
 
     def _enter(self, node: CachedBlock, block: int) -> None:
         assert node.parent is not None
@@ -162,8 +162,8 @@ class BlockPool(Pool):
         node.num_tiers += 1
         node.parent.num_on_device += 1
         self._nodes[block] = node
-        for watcher in self.watchers:
-            watcher.entered(node, DEVICE)
+        if self.watchers:
+            self._tell_entered(node)
 
 
 @dataclass(slots=True, frozen=True)

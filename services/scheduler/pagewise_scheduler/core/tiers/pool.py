@@ -277,6 +277,16 @@ class Pool:
             below = below.below
         return below is not None
 
+    # ---- watchers ------------------------------------------------------------------------------------
+
+    def _tell_entered(self, node: CachedBlock) -> None:
+        for watcher in self.watchers:
+            watcher.entered(node, self.number)
+
+    def _tell_left(self, node: CachedBlock) -> None:
+        for watcher in self.watchers:
+            watcher.left(node, self.number)
+
     # ---- for the kinds of tiers to override ----------------------------------------------------------
 
     def _rank(self, node: CachedBlock) -> int | None:
