@@ -3,12 +3,15 @@
 import argparse
 import json
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pagewise_shared.logs import printable
 
 from pagewise.client import add_url, connect, get
+
+Lines = Callable[[dict[str, Any]], Iterator[str]]
+"""Yields the lines about the part of an answer that is about one executor."""
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -47,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         help="release cached blocks that no sequence uses; those on disks and in stores stay (see pagewise wipe)",
     )
     dropped.add_argument("--all", action="store_true", help="of all requests")
-    dropped.set_defaults(run=_drop)
+    dropped.set_defaults(run=_drop, parser=dropped)
     for each in (shown, dropped):
         each.add_argument("--json", action="store_true", help="print the answer as JSON")
         add_url(each)
@@ -64,8 +67,7 @@ def _list(options: argparse.Namespace) -> int:
 def _drop(options: argparse.Namespace) -> int:
     chosen = _chosen(options)
     if bool(chosen) == options.all:
-        print("pagewise cache drop: give --key, --salt or --all")
-        return 2
+        options.parser.error("give --key, --salt or --all")
     with connect(options.url, "/reset_prefix_cache", json.dumps(chosen).encode()) as answer:
         report = json.loads(answer.read())
     _print(report, options, _dropped)
@@ -77,7 +79,7 @@ def _chosen(options: argparse.Namespace) -> dict[str, str]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _print(report: dict[str, Any], options: argparse.Namespace, lines: Any) -> None:
+def _print(report: dict[str, Any], options: argparse.Namespace, lines: Lines) -> None:
     if options.json:
         print(json.dumps(report, indent=2))
         return

@@ -6,11 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 from pagewise_executor.simulated import SimulatedRunner
+from pagewise_gateway.http.explanation import sentences
 from pagewise_scheduler.core.memory.block_watch import BlockLifetimes
 from pagewise_scheduler.core.memory.tick_times import TickTimes
 from pagewise_shared.block_hash import adapter_salt, is_below, rope_salt
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import HOST
+from pagewise_shared.reports import RequestReport
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.driving import executor_for, run
@@ -102,8 +104,9 @@ async def test_a_missed_prefix_is_explained_by_the_reset(tmp_path: Path) -> None
         await stack.gateway.reset_cache()
         request = await stack.gateway.submit([7] * 40, max_tokens=1, request_id="second")
         await request.result()
-        report = msgspec.json.decode((await stack.gateway.ask("request", "second")).body)
-        assert [lost["reason"] for lost in report["lost"]] == ["cache reset"]
+        report = msgspec.json.decode((await stack.gateway.ask("request", "second")).body, type=RequestReport)
+        assert [lost.reason for lost in report.lost] == ["cache reset"]
+        assert "when an operator reset the cache." in " ".join(sentences(report))
 
 
 def test_lifetimes_end_when_a_block_leaves_the_device() -> None:
