@@ -59,6 +59,18 @@ def without_rope(salt: str | None) -> str | None:
     return salt.removeprefix(f"{_LONG_ROPE}/") if salt != _LONG_ROPE else None
 
 
+def client_salt(salt: str | None) -> str | None:
+    """Return the cache salt of a request, which ``adapter_salt`` and ``rope_salt`` may have extended."""
+    salt = without_rope(salt)
+    return salt.partition("/")[2] or None if salt is not None and is_adapter_salt(salt) else salt
+
+
+def is_below(salt: str | None, wanted: str) -> bool:
+    """Whether a cache salt is ``wanted``, or ``wanted``, a slash and more, or everything is wanted (empty)."""
+    own = client_salt(salt)
+    return not wanted or (own is not None and (own == wanted or own.startswith(f"{wanted}/")))
+
+
 def is_own_salt(cache_salt: str | None) -> bool:
     """Whether the salt has a form that only Pagewise itself makes; a request must not have it."""
     return is_adapter_salt(cache_salt) or without_rope(cache_salt) != cache_salt

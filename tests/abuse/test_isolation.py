@@ -153,7 +153,7 @@ def test_hashes_totals_and_metrics_are_for_operators(server: Served) -> None:
     assert "hash" not in mine.text
     assert '"hash":"' in whole.text
     assert "bystander" in memory.text
-    for path in ("/debug/memory", "/metrics"):
+    for path in ("/debug/memory", "/debug/cache", "/metrics"):
         refused = get(server, BYSTANDER, path)
         assert refused.status_code == 403
         assert "operator=yes" in refused.json()["error"]["message"]
@@ -162,11 +162,14 @@ def test_hashes_totals_and_metrics_are_for_operators(server: Served) -> None:
     assert 'key="bystander"' in get(server, "sk-ops", "/metrics").text
 
 
-def test_vmstat_and_pmap_say_which_key_they_need(server: Served) -> None:
+def test_commands_say_which_key_they_need(server: Served) -> None:
     name = complete(server, BYSTANDER, "once", max_tokens=4)["id"]
     for key, command, good in (
         (BYSTANDER, ["vmstat", "0.1", "1"], False),
         ("sk-ops", ["vmstat", "0.1", "1"], True),
+        (BYSTANDER, ["cache", "list"], False),
+        (BYSTANDER, ["cache", "drop", "--all"], False),
+        ("sk-ops", ["cache", "list", "--key", "bystander"], True),
         (BYSTANDER, ["pmap", "once"], True),
         ("sk-ops", ["pmap", name], True),
         (ABUSER, ["pmap", name], False),
@@ -181,7 +184,7 @@ def test_vmstat_and_pmap_say_which_key_they_need(server: Served) -> None:
         )
         assert (done.returncode == 0) == good, done.stderr
         if not good:
-            assert ("operator=yes" in done.stderr) == (command[0] == "vmstat")
+            assert ("operator=yes" in done.stderr) == (command[0] != "pmap")
 
 
 def test_asking_for_reports_all_the_time_hurts_nobody(serve: Serve, tmp_path: Path) -> None:

@@ -204,3 +204,23 @@ def test_a_gateway_that_is_not_there_is_named_with_the_option_for_it() -> None:
         done = subprocess.run(whole, capture_output=True, text=True, timeout=30, env=environ, input="")
         assert done.returncode == 1
         assert f"{url} does not answer (Connection refused): --url or PAGEWISE_URL names another" in done.stderr
+
+
+def test_the_cache_is_listed_and_released(server: Served) -> None:
+    post(server, PROMPTS[0][:400], cache_salt="mine")
+    report = json.loads(command(server, "cache", "list", "--salt", "all/mine", "--json").stdout)
+    (mine,) = report["executors"][0]["prefixes"]
+    assert mine["salt"] == "all/mine"
+    assert mine["bytes"]["device"] == mine["tiers"]["device"] * report["executors"][0]["bytes_per_block"] > 0
+    shown = command(server, "cache", "list")
+    assert shown.returncode == 0
+    assert "all/mine" in shown.stdout
+    assert " KiB" in shown.stdout
+    assert command(server, "cache", "drop").returncode == 2
+    dropped = command(server, "cache", "drop", "--salt", "all/mine")
+    assert f"blocks released: {mine['tiers']['device']} on the device" in dropped.stdout
+    assert "all/mine" not in command(server, "cache", "list").stdout
+    assert command(server, "cache", "drop", "--all").returncode == 0
+    executor = get(server, "/debug/memory")["executors"][0]
+    assert executor["device"]["free"] == 40
+    assert executor["tiers"]["host"]["used"] == executor["tree_blocks"] == 0

@@ -37,6 +37,7 @@ from pagewise_shared.protocol import (
     RegisterAdapter,
     Rejoin,
     RequestRefused,
+    ResetCache,
     Started,
     StreamFinished,
     StreamPromptLogprobs,
@@ -105,6 +106,7 @@ class FakeScheduler:
         heartbeat_ms: as in the welcome. no_grammars, problems, has_snapshots: of the fleet.
         submits, hellos, aborts, stops, goodbyes: the received messages. snapshots: the last metrics by gateway.
         reports: the answers to queries, by kind and argument. queries: the received queries.
+        resets: the salts of the received resets of the cache.
         views: the content for consoles, by part. endable: ids of requests that an operator can end.
         keys: public and secret key, if connections are encrypted.
         replies: tokens of the outputs of the next requests, one after the other, in the place of their prompts'.
@@ -135,7 +137,10 @@ class FakeScheduler:
     snapshots: dict[str, MetricsSnapshot] = field(default_factory=dict)
     adapters: dict[str, Adapter] = field(default_factory=dict)
     late_adapters: bool = False
-    reports: dict[tuple[str, str], bytes] = field(default_factory=lambda: {("memory", ""): b'{"executors":[]}'})
+    reports: dict[tuple[str, str], bytes] = field(
+        default_factory=lambda: {(kind, ""): b'{"executors":[]}' for kind in ("memory", "cache")}
+    )
+    resets: list[str] = field(default_factory=list)
     queries: list[Query] = field(default_factory=list)
     views: dict[str, bytes] = field(default_factory=dict)
     endable: set[str] = field(default_factory=set)
@@ -287,6 +292,9 @@ class FakeScheduler:
                 ended = message.request_id in self.endable
                 self.endable.discard(message.request_id)
                 await self._send(identity, QueryAnswer(message.number, ended))
+            case ResetCache(salt=salt):
+                self.resets.append(salt)
+                await self._send(identity, QueryAnswer(message.number, True, b'{"executors":[]}'))
             case Heartbeat():
                 await self._send(identity, HeartbeatAck(member.epoch))
             case Goodbye(reason=reason):

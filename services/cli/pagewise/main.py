@@ -12,6 +12,7 @@ from pagewise_shared.logs import configure_logging
 from pagewise_shared.service_process import warn_of_variables
 from pagewise_shared.version import package_version
 
+from pagewise.cache import cache
 from pagewise.chat import chat
 from pagewise.client import CommandError
 from pagewise.cluster import commands as cluster
@@ -34,6 +35,7 @@ commands:
   chat              talk to a model that is served
   top               show executors, memory and requests full-screen
   pmap REQUEST      print the blocks of a request and their history
+  cache VERB        list cached prefixes, or release them
   explain REQUEST   say where the time of a request went, and where its cached prefix was lost
   doctor [URL]      check this machine, and print a text for a bug report
   keys VERB         make, list and revoke the keys of the scheduler, its executors and its gateways
@@ -136,6 +138,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "status": cluster.status,
     "logs": cluster.logs,
     "down": cluster.down,
+    "cache": cache,
     "vmstat": vmstat,
     "pmap": pmap,
     "explain": explain,

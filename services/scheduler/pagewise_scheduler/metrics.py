@@ -6,10 +6,10 @@ check metrics`` refuses it on a histogram. Values are summed over executors; nam
 ``executor_``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from pagewise_shared.protocol import POOL_TIERS, SOURCES, GroupKind
 from pagewise_shared.tracing import TRACE_SPANS, Outcome
@@ -24,11 +24,10 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.routing.policies import REASONS
+from pagewise_scheduler.executor_gauges import ExecutorGauges
 from pagewise_scheduler.gateway_metrics import GatewayMetrics, Merged
 
 MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
@@ -82,6 +81,9 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _DECISION = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
 _RATIO = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
+_RESIDENCY = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800
+)  # fmt: skip
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -240,6 +242,9 @@ class Metrics:
             "storage_look_ups_late", "Look-ups in storage that were not answered in time."
         )
         self.storage_errors = self._counter("storage_errors", "Reads and writes of storage that failed.")
+        self.kv_events_dropped = self._counter(
+            "kv_events_dropped", "Batches of KV events that were lost, because too many waited to be published."
+        )
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
         self.grammar_failures = self._counter("grammar_failures", "Requests whose grammar became impossible to follow.")
         self.grammar_waits = self._counter("grammar_waits", "Steps that waited for a grammar to be compiled.")
@@ -308,6 +313,24 @@ class Metrics:
             "placement_decision_seconds", "Time that choosing an executor for a request took.", _DECISION
         )
         self.iteration_tokens = self._histogram("iteration_tokens", "Tokens computed in one step.", _TOKENS)
+        self._bind_block_histograms()
+
+    def _bind_block_histograms(self) -> None:
+        self.kv_block_lifetime = self._histogram(
+            "kv_block_lifetime_seconds",
+            "Time that a sampled block was cached or in use on the device, until it left it (--kv-cache-metrics).",
+            _RESIDENCY,
+        )
+        self.kv_block_idle = self._histogram(
+            "kv_block_idle_before_evict_seconds",
+            "Time from the last use of a sampled block until it left the device (--kv-cache-metrics).",
+            _RESIDENCY,
+        )
+        self.kv_block_reuse_gap = self._histogram(
+            "kv_block_reuse_gap_seconds",
+            "Time between two of the last four uses of a sampled block (--kv-cache-metrics).",
+            _RESIDENCY,
+        )
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return self._labelled(Gauge, name, text)()
@@ -329,63 +352,3 @@ class Metrics:
         """Return a function from the values of the labels to the metric that is bound to them."""
         metric = kind("pagewise_" + name, text, ("model_name", *labels), registry=self.registry, **options)  # type: ignore[arg-type]
         return partial(metric.labels, self.model_name)
-
-
-class ExecutorState(NamedTuple):
-    """The state of one executor: its sequences, the blocks of its device, the tasks of its event loop.
-
-    ``fallback``: 1 if it computes by slower kernels than its first choice, or without CUDA graphs, else 0.
-    """
-
-    running: int
-    waiting: int
-    free: int
-    cached: int
-    in_use: int
-    tasks: int
-    fallback: int
-
-
-class ExecutorGauges(Collector):
-    """Gauges with the label ``executor``, of the connected executors: series of executors that have gone disappear."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self._states: dict[str, ExecutorState] = {}
-
-    def show(self, executors: Iterable[tuple[str, ExecutorState]]) -> None:
-        """Show these executors, by name, and no others. The values of two with one name are added up."""
-        states: dict[str, ExecutorState] = {}
-        for name, state in executors:
-            before = states.get(name)
-            states[name] = state if before is None else ExecutorState(*map(sum, zip(before, state, strict=True)))
-        self._states = states  # one assignment: a scrape in another thread sees the old ones or the new ones
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield the gauges."""
-        running = self._family("requests_running", "Sequences in an executor's running batch.")
-        waiting = self._family("requests_waiting", "Sequences that wait to run on an executor.")
-        usage = self._family("kv_cache_usage_perc", "Share of an executor's KV blocks that are in use; 1 means all.")
-        blocks = self._family(
-            "kv_blocks", "KV blocks of an executor's device by state; pages if layers have several groups.", "state"
-        )
-        tasks = self._family("tasks", "Tasks of an executor's event loop.")
-        fallback = self._family(
-            "fallback",
-            "Whether an executor computes by slower kernels than its first choice, or without the CUDA graphs that it "
-            "was to have; its log says why.",
-        )
-        for name, state in self._states.items():
-            labels = [self._model_name, name]
-            running.add_metric(labels, state.running)
-            waiting.add_metric(labels, state.waiting)
-            usage.add_metric(labels, state.in_use / max(1, state.free + state.cached + state.in_use))
-            blocks.add_metric([*labels, "free"], state.free)
-            blocks.add_metric([*labels, "cached"], state.cached)
-            blocks.add_metric([*labels, "in_use"], state.in_use)
-            tasks.add_metric(labels, state.tasks)
-            fallback.add_metric(labels, state.fallback)
-        yield from (running, waiting, usage, blocks, tasks, fallback)
-
-    def _family(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily("pagewise_executor_" + name, text, labels=["model_name", "executor", *labels])

@@ -7,6 +7,7 @@ a machine can see command lines.
 """
 
 from pagewise_shared.config.checks import parse_size, size_text
+from pagewise_shared.config.kv_events import KVEventsConfig, parse_kv_events
 from pagewise_shared.config.options import (
     DEFAULT_BATCHED_TOKENS,
     DEFAULT_NUM_SEQS,
@@ -40,6 +41,7 @@ __all__ = [
     "ExecutorConfig",
     "GatewayConfig",
     "GatewaysConfig",
+    "KVEventsConfig",
     "Option",
     "SchedulerConfig",
     "ServeConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "misspelt_variables",
     "options_of",
     "parse_config",
+    "parse_kv_events",
     "parse_size",
     "parse_speculative",
     "secret_variables",

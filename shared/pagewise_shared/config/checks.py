@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pagewise_shared.config.adapter_options import check_adapters
+from pagewise_shared.config.kv_events import check_kv_events
 from pagewise_shared.config.options import MAX_BODY_BYTES, MAX_BODY_MEMORY
 from pagewise_shared.config.sampling_defaults import check_sampling_defaults
 from pagewise_shared.config.speculative import check_speculative
@@ -149,6 +150,7 @@ _CHECKS: tuple[Callable[[dict[str, Any]], None], ...] = (
     _check_tracing,
     check_speculative,
     check_sampling_defaults,
+    check_kv_events,
     _check_role,
     _check_bodies,
 )

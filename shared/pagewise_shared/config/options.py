@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from pagewise_shared.config import adapter_options
 from pagewise_shared.config.kinds import Port, Positive, Seconds
 from pagewise_shared.config.kinds import described as _help
+from pagewise_shared.config.kv_events import KVEventsOption
 from pagewise_shared.config.speculative import SpeculativeOption
 from pagewise_shared.protocol import Role
 from pagewise_shared.protocol.limits import MAX_BATCHED_TOKENS, MAX_RANKS
@@ -144,6 +145,15 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = "ttft"
     speculative_config: SpeculativeOption = None
+    kv_events_config: KVEventsOption = None
+    kv_cache_metrics: Annotated[
+        bool, _help("measure how long blocks stay on the device, and between which uses: histograms in /metrics")
+    ] = False
+    kv_cache_metrics_sample: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        _help("share of the blocks that --kv-cache-metrics measures, chosen by chance", "SHARE"),
+    ] = 0.01
     recovery: Annotated[
         Literal["auto", "swap", "recompute", "both"],
         _help(
@@ -716,7 +726,10 @@ _GROUPS = {
         "gateway_timeout shutdown_timeout drain_timeout executor_timeout step_timeout exit_on_failure "
         "service_status"
     ),
-    "observability": "log_level log_format log_requests otlp_traces_endpoint",
+    "observability": (
+        "log_level log_format log_requests otlp_traces_endpoint kv_cache_metrics kv_cache_metrics_sample "
+        "kv_events_config"
+    ),
     "Ray": "ray name executor_cpus min_executors max_executors scale_queue scale_up_after scale_down_after",
     "security": "keys key_name plaintext gateways_end_any_request",
 }

@@ -264,15 +264,15 @@ class Query(Message, frozen=True):
 
     ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: the content of every executor's KV
     memory, lists cut to ``limit``), "request" (JSON: the ``RequestReport`` of the request ``argument``, by our id or
-    its client's) or "console" (lines of JSON: the ``view``).
-
+    its client's), "cache" (JSON: the cached prefixes of every executor; ``argument``: of this cache salt, and of those
+    that begin with it and a slash) or "console" (lines of JSON: the ``view``).
 
     ``key``: restricts the report to this API key's own requests, without block hashes. Empty: everything.
     """
 
     epoch: int
     number: int
-    kind: Literal["metrics", "memory", "request", "console"]
+    kind: Literal["metrics", "memory", "request", "cache", "console"]
     argument: str = ""
     limit: int = 0
     key: str = ""
@@ -289,6 +289,19 @@ class AbortRequest(Message, frozen=True):
     epoch: int
     number: int
     request_id: str
+
+
+class ResetCache(Message, frozen=True):
+    """An operator releases cached blocks of all executors, as far as they are not in use.
+
+    ``QueryAnswer`` with the same ``number`` answers, with the JSON of a ``CacheReset``.
+
+    ``salt``: releases the blocks of this cache salt, and of those that begin with it and a slash. Empty: all.
+    """
+
+    epoch: int
+    number: int
+    salt: str = ""
 
 
 class RegisterAdapter(Message, frozen=True):
@@ -321,6 +334,7 @@ FromGateway = (
     | MetricsSnapshot
     | Query
     | AbortRequest
+    | ResetCache
     | RegisterAdapter
     | UnregisterAdapter
     | Heartbeat

@@ -4,5 +4,6 @@ Times are seconds. ``at`` is a time in the life of a request, counted from its a
 """
 
 # ruff: noqa: F403
+from pagewise_shared.reports.cache import *
 from pagewise_shared.reports.memory import *
 from pagewise_shared.reports.requests import *

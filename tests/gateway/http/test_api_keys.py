@@ -190,7 +190,7 @@ async def test_metrics_are_public_if_they_are_said_to_be(key_file: Path) -> None
         assert response.status == 200
 
 
-@pytest.mark.parametrize("path", ["/debug/memory", "/metrics"])
+@pytest.mark.parametrize("path", ["/debug/memory", "/debug/cache", "/metrics"])
 async def test_what_needs_an_operator_s_key(path: str, key_file: Path) -> None:
     async with serving(api_keys_file=str(key_file)) as server:
         async with server.http.get(server.url + path, headers=bearer("sk-bob")) as response:
@@ -203,6 +203,28 @@ async def test_what_needs_an_operator_s_key(path: str, key_file: Path) -> None:
         assert [query.key for query in server.scheduler.queries] == [""], "what is refused is not asked for"
     async with serving() as server:
         assert (await server.http.get(server.url + path)).status == 200
+
+
+async def test_operators_reset_the_cache(key_file: Path) -> None:
+    async with serving(api_keys_file=str(key_file)) as server:
+        path, ops = "/reset_prefix_cache", bearer("sk-ops")
+        assert (await server.post(path, {}, **bearer("sk-bob")))[0] == 403
+        for query, body in (
+            ("", None),
+            ("?salt=group:g/x", None),
+            ("?key=bob", None),
+            ("", {"salt": "all"}),
+            ("", {"key": "alice", "reset_external": False}),
+        ):
+            async with server.http.post(server.url + path + query, json=body, headers=ops) as response:
+                assert (response.status, await response.json()) == (200, {"executors": []})
+        assert server.scheduler.resets == ["", "group:g/x", "key:bob", "all", "key:alice"]
+        for wrong in ({"salt": "a", "key": "b"}, {"salt": ""}, {"reset_running_requests": True}, {"sault": "a"}):
+            assert (await server.post(path, wrong, **ops))[0] == 400
+        assert (await server.http.post(server.url + path + "?sault=a", headers=ops)).status == 400
+        assert len(server.scheduler.resets) == 5
+        async with server.http.get(server.url + "/debug/cache?key=bob&limit=x", headers=ops) as response:
+            assert response.status == 400
 
 
 async def test_clients_see_their_own_requests_by_either_id(key_file: Path) -> None:

@@ -8,6 +8,7 @@ import gc
 import random
 import tracemalloc
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -20,11 +21,15 @@ from hypothesis.stateful import (
     rule,
 )
 from pagewise_scheduler.core.memory.eviction_history import LostBlocks
+from pagewise_scheduler.core.memory.prefix_tree import cache_salt_of, hash_of
 from pagewise_scheduler.core.requests.request import Request
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
-from pagewise_shared.block_hash import ONE_ROPE
+from pagewise_scheduler.core.tiers.cache_reset import reset_cache
+from pagewise_scheduler.server.kv_events import AllBlocksCleared, BlockStored, ExecutorEvents
+from pagewise_shared.block_hash import ONE_ROPE, is_below
 from pagewise_shared.config import SpeculativeConfig
-from pagewise_shared.protocol import StepResult
+from pagewise_shared.protocol import DEVICE, HOST, StepResult
 from pagewise_shared.sampling import BeamParams
 from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
@@ -84,7 +89,7 @@ class MemoryRules(RuleBasedStateMachine):
         early_loads: bool,
     ) -> None:
         shape = self.shape(num_blocks, budget)
-        self.create = lambda: create_scheduler(
+        self.create: Callable[[], Scheduler] = lambda: create_scheduler(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
@@ -97,7 +102,7 @@ class MemoryRules(RuleBasedStateMachine):
             short_rope_len=self.short_rope_len,
             shape=shape,
         )
-        self.scheduler = self.create()
+        self.scheduler = self._watched()
         for tier in self.scheduler.kv.pool.lower:
             tier.max_arriving = max_arriving
         self.executor = executor_for(self.scheduler)
@@ -198,6 +203,19 @@ class MemoryRules(RuleBasedStateMachine):
         if self.scheduler.abort(victim.request_id):
             self.aborted.add(victim.request_id)
 
+    @rule(salt=st.sampled_from(["", "tenant", "nobody"]), often=st.integers(0, 2))
+    def cache_is_reset(self, salt: str, often: int) -> None:
+        if often:
+            return
+        kv = self.scheduler.kv
+        used = kv.num_total - kv.num_free
+        outcome = reset_cache(kv, salt)
+        assert used - (kv.num_total - kv.num_free) == outcome.released[DEVICE] >= 0
+        roots = [root for root in kv.pool.tree.roots if is_below(cache_salt_of(root), salt)]
+        assert (outcome.num_in_use > 0) == bool(roots)
+        if not roots and not salt and not self.scheduler.requests:
+            assert not kv.pool.tree.num_blocks
+
     @precondition(lambda self: self.scheduler.num_in_flight)
     @rule(fails=st.integers(0, 3))
     def step_fails(self, fails: int) -> None:
@@ -220,7 +238,7 @@ class MemoryRules(RuleBasedStateMachine):
         inventory = self.executor.inventory()
         self.executor.reset(keeps_blocks=True)
         self.results.clear()
-        self.scheduler, self.epoch = self.create(), 1
+        self.scheduler, self.epoch = self._watched(), 1
         if device_is_lost:
             self.executor.blocks.clear()
             for held in self.executor.windowed:
@@ -230,6 +248,29 @@ class MemoryRules(RuleBasedStateMachine):
         self.scheduler.kv.expect(inventory)
         for request in requests:
             self.scheduler.add(request)
+
+    def _watched(self) -> Scheduler:
+        scheduler = self.create()
+        self.told: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
+        self.events = ExecutorEvents(0, scheduler.kv.block_size, "full")
+        scheduler.kv.watchers.append(self.events)
+        return scheduler
+
+    @invariant()
+    def events_tell_the_cached_blocks(self) -> None:
+        for event in self.events.take():
+            assert not isinstance(event, AllBlocksCleared)
+            told, blocks = self.told[event.medium], set(event.block_hashes)
+            assert len(blocks) == len(event.block_hashes)
+            if isinstance(event, BlockStored):
+                assert not told & blocks, "a block is told of once"
+                told |= blocks
+            else:
+                assert blocks <= told
+                told -= blocks
+        for medium, tier in (("GPU", self.scheduler.kv.pool), ("CPU", self.scheduler.kv.cache_tier(HOST))):
+            nodes = filter(None, map(tier.node, range(tier.num_blocks))) if tier is not None else ()
+            assert self.told[medium] == {int.from_bytes(hash_of(node)[-8:], "big") for node in nodes}
 
     @invariant()
     def memory_adds_up(self) -> None:

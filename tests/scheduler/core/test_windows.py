@@ -15,7 +15,7 @@ from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
 from tests.scheduler.core.arenas import DISK_NAME, check_arena, check_tokens, create, drive_at_random
-from tests.scheduler.core.builders import create_request
+from tests.scheduler.core.builders import create_request, evict, host_of
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import executor_for, expected_tokens, num_stored, run
 
@@ -112,6 +112,21 @@ def test_a_window_that_was_spoilt_in_the_host_is_computed_again() -> None:
     executor.spoilt_windows = set(range(600))
     begin(scheduler, executor, [*range(200), 7, 7])
     assert scheduler.kv.pool.counters.corrupt > 0
+
+
+def test_a_block_that_came_back_corrupt_leaves_the_host() -> None:
+    scheduler = create(160, 1, (WindowShape(8, 1),), host_pages=600)
+    executor = executor_for(scheduler)
+    begin(scheduler, executor, [*range(40)], 2)
+    evict(scheduler, 160)
+    begin(scheduler, executor, [7] * 5)
+    host = host_of(scheduler)
+    nodes = [node for node in map(host.node, range(host.num_blocks)) if node is not None]
+    corrupt = max(nodes, key=lambda node: node.depth)
+    host.drop(corrupt, "corrupt")
+    assert not corrupt.num_tiers
+    assert host.num_used == len(nodes) - 1
+    check_arena(scheduler)
 
 
 def test_windows_come_back_from_the_disk() -> None:

@@ -35,6 +35,7 @@ from pagewise_shared.protocol import (
     Refused,
     RequestParams,
     RequestRefused,
+    ResetCache,
     Started,
     StreamFinished,
     StreamProgress,
@@ -266,6 +267,7 @@ class PlayedGateway:
         limits: KeyLimits | None = None,
         request_id: str = "",
         client_request_id: str = "",
+        cache_salt: str | None = None,
     ) -> PlayedRequest:
         """Submit a request with these prompts."""
         return await self.submit_as(
@@ -274,9 +276,7 @@ class PlayedGateway:
                 self._next,
                 request_id or uuid.uuid4().hex,
                 prompts_of(prompts, max_tokens),
-                RequestParams(
-                    sampling, n=n, beam=beam, priority=priority, key=key, client_request_id=client_request_id
-                ),
+                RequestParams(sampling, n, beam, priority, cache_salt, key, client_request_id),
                 limits or KeyLimits(),
             )
         )
@@ -337,6 +337,10 @@ class PlayedGateway:
     async def end_called(self, name: str) -> bool:
         """Whether there was a request of that id, which an operator ends."""
         return (await self._answered(lambda number: AbortRequest(self.epoch, number, name))).found
+
+    async def reset_cache(self, salt: str = "") -> QueryAnswer:
+        """Release the cached blocks of a salt, or all."""
+        return await self._answered(lambda number: ResetCache(self.epoch, number, salt))
 
     async def _answered(self, question: Callable[[int], Message]) -> QueryAnswer:
         number = len(self.answers) + self._next

@@ -12,6 +12,7 @@ from pagewise_shared.config import GatewayConfig
 from pagewise_shared.config.adapter_options import adapter_rights, max_adapter_rank
 from pagewise_shared.generation_config import GenerationConfig
 from pagewise_shared.protocol import Adapter
+from pagewise_shared.reports import CacheReport, CacheReset
 from pagewise_shared.tracing import Tracing
 from pagewise_shared.version import package_version
 
@@ -20,6 +21,7 @@ from pagewise_gateway.http import messages_schema as messages
 from pagewise_gateway.http import responses_schema as items
 from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.adapters import LoadAdapterRequest, UnloadAdapterRequest, load_adapter, unload_adapter
+from pagewise_gateway.http.cache import ResetCacheRequest, debug_cache, reset_prefix_cache
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
 from pagewise_gateway.http.console import CONSOLE_HANDLERS, Feeds, add_console
@@ -380,6 +382,8 @@ ENDPOINTS = (
     Endpoint("/version", version, responses.Version),
     Endpoint("/metrics", render_metrics, str, forbidden=OPERATORS),
     Endpoint("/debug/memory", debug_memory, forbidden=OPERATORS),
+    Endpoint("/debug/cache", debug_cache, CacheReport, forbidden=OPERATORS),
+    Endpoint("/reset_prefix_cache", reset_prefix_cache, CacheReset, ResetCacheRequest, forbidden=OPERATORS),
     Endpoint("/debug/requests/{request_id:.+}", debug_request),
     Endpoint("/debug/explain/{request_id:.+}", debug_explain),
     Endpoint("/openapi.json", openapi),

@@ -85,7 +85,7 @@ async def _report(
     if len(argument) > _LONGEST_NAME:
         raise LookupError(argument)
     return await request.app[Service.KEY].scheduler_client.queries.report(
-        kind, argument, _limit(request, default_limit), request[CLIENT].view
+        kind, argument, limit_of(request, default_limit), request[CLIENT].view
     )
 
 
@@ -93,7 +93,12 @@ def _json(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-def _limit(request: web.Request, default: int) -> int:
+def limit_of(request: web.Request, default: int = DEFAULT_LIMIT) -> int:
+    """Return the limit that a request gives for lists.
+
+    Raises:
+        InvalidRequestError: it is no number in range.
+    """
     text = request.query.get("limit", str(default))
     most = MOST if request[CLIENT].operator else MOST_OF_OWN
     if not (text.isdecimal() and len(text) <= 5 and 1 <= int(text) <= most):

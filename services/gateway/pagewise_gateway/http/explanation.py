@@ -249,6 +249,8 @@ def _how_lost(lost: LostPrefix) -> str:
         return f"lost at {when} with the executor {lost.executor_id}"
     if lost.reason == "executor reset":
         return f"lost at {when}, when the executor {lost.executor_id} was reset after an error"
+    if lost.reason == "cache reset":
+        return f"released{at} at {when}, when an operator reset the cache"
     if lost.reason == "corrupt":
         return f"dropped{at} at {when}, because they came back from the {lost.tier} with wrong content"
     many = lost.taker is not None and lost.num_takers > 1

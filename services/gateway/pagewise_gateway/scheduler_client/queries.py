@@ -15,6 +15,7 @@ from pagewise_shared.protocol import (
     Query,
     QueryAnswer,
     RegisterAdapter,
+    ResetCache,
     UnregisterAdapter,
 )
 
@@ -43,14 +44,14 @@ class Queries:
 
     async def report(
         self,
-        kind: Literal["metrics", "memory", "request", "console"],
+        kind: Literal["metrics", "memory", "request", "cache", "console"],
         argument: str = "",
         limit: int = 0,
         key: str = "",
         view: ConsoleView | None = None,
     ) -> bytes:
-        """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory or a request, or lines
-        of JSON for consoles (``view``).
+        """Ask the scheduler for a report: Prometheus' text ("metrics"), or JSON about the memory, the cache or a
+        request, or lines of JSON for consoles (``view``).
 
         ``key``: name of the API key whose requests the report may show; empty: all keys.
 
@@ -76,6 +77,16 @@ class Queries:
         """
         answer: QueryAnswer = await self._answer_to(lambda epoch, number: AbortRequest(epoch, number, name))
         return answer.found
+
+    async def reset_cache(self, salt: str) -> bytes:
+        """Have all executors release the cached blocks of a cache salt, or all (empty). Returns the JSON of a
+        ``CacheReset``.
+
+        Raises:
+            AdmissionError: no scheduler answers.
+        """
+        answer: QueryAnswer = await self._answer_to(lambda epoch, number: ResetCache(epoch, number, salt))
+        return answer.body
 
     async def load_adapter(self, adapter: Adapter, *, replace: bool) -> None:
         """Have all executors load an adapter. ``replace``: it may take the place of one with the same name.

@@ -27,11 +27,12 @@ from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.config.adapter_options import adapter_rights
 from pagewise_shared.curve import Keys
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import Query, decode_from_executor, decode_from_gateway
+from pagewise_shared.protocol import Query, ResetCache, decode_from_executor, decode_from_gateway
 from pagewise_shared.service_status import ServiceStatus, read_status
 
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.adapters import AdapterRegistry
+from pagewise_scheduler.server.cache_reset import reset_caches
 from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.console import Console
 from pagewise_scheduler.server.draining import Draining
@@ -140,6 +141,7 @@ class Coordinator:
                 await self._ended
         finally:
             self._sockets.close()
+            self.executor_registry.watchers.close()
 
     def _turn(self) -> None:
         if self._will_turn or self._ended.done():
@@ -180,6 +182,7 @@ class Coordinator:
             self.draining.advance()
         self.executor_registry.plan()
         self.gateways.flush()
+        self.executor_registry.watchers.flush()
 
     async def _tick(self) -> None:
         while True:
@@ -209,10 +212,13 @@ class Coordinator:
             with self.executor_registry.guarded(executor):
                 executor.stats.record(executor.scheduler)
 
-    def _answer(self, query: Query) -> bytes | None:
+    def _answer(self, query: Query | ResetCache) -> bytes | None:
+        registry = self.executor_registry
+        if isinstance(query, ResetCache):
+            return reset_caches(query.salt, registry.executors, registry.guarded)
         if query.kind == "metrics":
             self._record_stats()
-        return answer(query, self.executor_registry.executors, self.gateways, self.metrics, self._console)
+        return answer(query, registry.executors, self.gateways, self.metrics, self._console)
 
 
 class ServiceWatch:

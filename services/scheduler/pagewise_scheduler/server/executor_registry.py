@@ -38,6 +38,7 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Eviction
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.server.block_watchers import BlockWatchers
 from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.executor_checks import (
     check_copies,
@@ -117,6 +118,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self._interrupted_since = 0.0
         self._session_of: dict[ExecutorHandle, Session[ExecutorHandle]] = {}
         self.directory = PrefixDirectory()
+        self.watchers = BlockWatchers(config, metrics)
         self._heartbeat_counters = {
             "refused": metrics.connections_refused("unknown_key_blocks"),
             "storage_errors": metrics.storage_errors,
@@ -218,6 +220,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         # endpoint is free; the Welcome precedes any plan; and only then requests are placed here.
         self.enter(session)
         self._session_of[executor] = session
+        self.watchers.join(executor)
         self._share(executor, key)
         keeps = hello.inventory is not None and self._expect(executor)
         self.socket.send(identity, executor.welcome(keeps_blocks=keeps, hello=hello.number))
@@ -339,6 +342,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         # No request may be placed here, and no peer may fetch from here, when the requests are placed again below.
         self.router.left(executor)
         moved = executor.lose(loss)
+        self.watchers.leave(executor)
         for live in moved:
             live.timeline.left(executor.executor_id, loss.value, clock())
         endpoint, peers = executor.scheduler.recoveries.planner.endpoint, self.directory.peers

@@ -9,10 +9,12 @@ sequences, from which reports, explanations and traces are made: an emitter betw
 import logging
 from collections import Counter, deque
 from math import isnan
+from time import monotonic as clock
 from typing import NamedTuple
 
 from pagewise_shared.protocol import SOURCES, Hello
 
+from pagewise_scheduler.core.memory.tick_times import TickTimes
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery
 from pagewise_scheduler.metrics import MEMORY_EVENTS, Metrics
@@ -52,7 +54,7 @@ class ExecutorStats:
     """The counts of one executor.
 
     ``num_generated``: tokens generated, which its executor handle counts. ``cached_tokens``: found in caches, by tier
-    (``SOURCES``).
+    (``SOURCES``). ``ticks``: times of the eviction policy's ticks.
     """
 
     def __init__(self, hello: Hello, metrics: Metrics) -> None:
@@ -68,10 +70,12 @@ class ExecutorStats:
             "fetch seconds": metrics.block_transfer_seconds,
         }
         self._seen: dict[str, float] = {}
+        self.ticks = TickTimes()
         self._samples: deque[_Sample] = deque()  # of the last minute, while consoles ask
 
     def record(self, scheduler: Scheduler) -> None:
         """Add to the metrics by how much the counts of ``scheduler`` have risen since the last call."""
+        self.ticks.note(scheduler.kv.pool.policy.now, clock())
         totals = self._totals(scheduler)
         more = {name: total - self._seen.get(name, 0) for name, total in totals.items()}
         self._seen = totals

@@ -24,6 +24,7 @@ from pagewise_shared.protocol import (
     QueryAnswer,
     RegisterAdapter,
     RequestRefused,
+    ResetCache,
     Started,
     Submit,
     UnregisterAdapter,
@@ -66,7 +67,7 @@ MAX_GATEWAYS = 256
 
 _MOST_GONE = 32
 
-Answer = Callable[[Query], bytes | None]
+Answer = Callable[[Query | ResetCache], bytes | None]
 """Returns the body of the answer to a query; None: not found."""
 
 
@@ -214,7 +215,7 @@ class Gateways(Sessions[Gateway]):
                 self._registry.register(message, lambda answer: self._send_adapter_answer(session, answer))
             case UnregisterAdapter():
                 self._registry.unregister(message, lambda answer: self._send_adapter_answer(session, answer))
-            case Query():
+            case Query() | ResetCache():
                 body = self._answer(message)
                 self.send(session, QueryAnswer(message.number, body is not None, body or b""))
             case AbortRequest(number=number, request_id=name):

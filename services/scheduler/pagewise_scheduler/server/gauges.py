@@ -11,7 +11,8 @@ from pagewise_shared.service_process import num_tasks
 
 from pagewise_scheduler.core.group_report import group_pages
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
-from pagewise_scheduler.metrics import KV_BLOCKS, KV_PAGES, ExecutorState, Metrics
+from pagewise_scheduler.executor_gauges import ExecutorState
+from pagewise_scheduler.metrics import KV_BLOCKS, KV_PAGES, Metrics
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
 from pagewise_scheduler.server.router import Router
 

@@ -7,8 +7,9 @@ from time import monotonic as clock
 import msgspec
 from msgspec import Struct
 from pagewise_shared.protocol import Query
-from pagewise_shared.reports import MemoryReport
+from pagewise_shared.reports import CacheReport, MemoryReport
 
+from pagewise_scheduler.core.console.cached_prefixes import executor_cache
 from pagewise_scheduler.core.memory_report import memory_report
 from pagewise_scheduler.core.request_report import later, request_report, seen_by
 from pagewise_scheduler.metrics import Metrics
@@ -38,10 +39,22 @@ def answer(
         case "memory":
             reports = [memory_report(one.executor_id, one.scheduler, clock(), limit) for one in executors]
             return msgspec.json.encode(MemoryReports(reports))
+        case "cache":
+            return msgspec.json.encode(_cache(query.argument, executors, limit))
         case "console":
             return console.answer(query.view) if query.view is not None else None
         case "request":
             return _request(query, executors, gateways, limit) if query.argument else None
+
+
+def _cache(salt: str, executors: Sequence[ExecutorHandle], limit: int) -> CacheReport:
+    now = clock()
+    return CacheReport(
+        [
+            executor_cache(one.executor_id, one.scheduler, one.hello.bytes_per_block, salt, limit, one.stats.ticks, now)
+            for one in executors
+        ]
+    )
 
 
 def _request(query: Query, executors: Sequence[ExecutorHandle], gateways: Gateways, limit: int) -> bytes | None:

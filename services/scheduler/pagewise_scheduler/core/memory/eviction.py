@@ -78,6 +78,11 @@ class EvictionPolicy(Protocol):
 
     learns: bool
 
+    @property
+    def now(self) -> int:
+        """The newest tick."""
+        ...
+
     def tick(self) -> int:
         """The time of a release, ``last_used`` of the released blocks. It never decreases."""
         ...

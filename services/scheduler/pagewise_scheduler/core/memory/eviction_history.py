@@ -20,7 +20,7 @@ _MOST_AT_ONCE = 8_192
 
 _ONE_RUN_SECONDS = 1.0
 
-LossReason = Literal["evicted", "corrupt", "executor lost", "executor reset"]
+LossReason = Literal["evicted", "corrupt", "executor lost", "executor reset", "cache reset"]
 
 
 @dataclass(slots=True, eq=False)

@@ -177,14 +177,14 @@ class _Shared(Pool):
     The last blocks of a path are of no use without the windows behind them, and these are of none without the blocks.
     So they go together: the value of a snapshot counts the pages of both, and the blocks follow it.
 
-    ``forget``: is called with a node that has left its last tier. ``can_begin``: whether any tier has the windows at
-    the end of a node. ``snapshots``: the tier's pools of the groups of windowed layers.
+    ``forget_snapshots``: is called with a node that has left its last tier. ``can_begin``: whether any tier has the
+    windows at the end of a node. ``snapshots``: the tier's pools of the groups of windowed layers.
     """
 
     arena: Arena
     pages_per_block: int
     num_unmapped: int
-    forget: Callable[[CachedBlock], None]
+    forget_snapshots: Callable[[CachedBlock], None]
     can_begin: Callable[[CachedBlock], bool]
     snapshots: "Sequence[SnapshotPool]" = ()
 
@@ -192,18 +192,19 @@ class _Shared(Pool):
         self,
         arena: Arena,
         pages_per_block: int,
-        forget: Callable[[CachedBlock], None],
+        forget_snapshots: Callable[[CachedBlock], None],
         can_begin: Callable[[CachedBlock], bool],
     ) -> None:
         """Take the pages from ``arena``."""
-        self.arena, self.pages_per_block, self.forget, self.can_begin = arena, pages_per_block, forget, can_begin
+        self.arena, self.pages_per_block = arena, pages_per_block
+        self.forget_snapshots, self.can_begin = forget_snapshots, can_begin
         self.num_unmapped = self.num_blocks
         arena.members.append(self)
 
     def _leave(self, node: CachedBlock) -> None:
         super()._leave(node)
         if not node.num_tiers:
-            self.forget(node)
+            self.forget_snapshots(node)
 
     @property
     def num_available(self) -> int:

@@ -5,7 +5,7 @@ Source: the block pool of vLLM (arXiv 2309.06180, section 4.3), with a prefix tr
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pagewise_shared.protocol import DEVICE
@@ -74,6 +74,20 @@ class BlockPool(Pool):
             node.last_used = self.policy.tick()
             super().restore(node)
 
+    def begin_with(self, nodes: Sequence[CachedBlock]) -> list[int]:
+        """Pin the blocks with which a sequence begins, and return them."""
+        blocks = [node.block for node in nodes]
+        self.pin(blocks)
+        for watcher in self.watchers:
+            watcher.used(nodes)
+        return blocks
+
+    def close(self) -> None:
+        """Close the pool as ``Pool`` does; its executor's blocks are gone from all tiers."""
+        for watcher in self.watchers:
+            watcher.all_gone()
+        super().close()
+
     def pin_remote(self, blocks: list[int]) -> None:
         """Pin blocks that another executor reads, until they are taken back."""
         self.pin(blocks)
@@ -113,11 +127,18 @@ class BlockPool(Pool):
         if known is not None:
             for tier in self.lower:  # copies in these tiers are redundant from now on
                 tier.offer(known)
+        if self.watchers:
+            self._tell_entered(node)
         return node
 
     def _rank(self, node: CachedBlock) -> int | None:
         block = node.block
         return None if block < 0 or self._references[block] or node.num_on_device else NEAREST
+
+    def forget(self, node: CachedBlock) -> None:
+        """Give up the block of ``node``, if it is here, and neither it nor a block behind it is in use."""
+        if self._rank(node) is not None:
+            self._leave(node)
 
     def _count_evicted(self, *, kept: bool) -> None:
         self.counters.evicted += 1
@@ -132,6 +153,8 @@ class BlockPool(Pool):
         parent.num_on_device -= 1
         if not parent.num_on_device and (above := parent.block) >= 0 and not self._references[above]:
             self.offer(parent)
+        if self.watchers:
+            self._tell_left(node)
 
     def _enter(self, node: CachedBlock, block: int) -> None:
         assert node.parent is not None
@@ -139,6 +162,8 @@ class BlockPool(Pool):
         node.num_tiers += 1
         node.parent.num_on_device += 1
         self._nodes[block] = node
+        if self.watchers:
+            self._tell_entered(node)
 
 
 @dataclass(slots=True, frozen=True)

@@ -150,6 +150,8 @@ class HostTier(Pool, Tier):
             parent_block = node.parent.copies[number]
             if parent_block >= 0:
                 self._num_children[parent_block] += 1
+        if self.watchers:
+            self._tell_entered(node)
 
     def _leave(self, node: CachedBlock) -> None:
         """The cached block of ``node`` is free."""
@@ -167,3 +169,5 @@ class HostTier(Pool, Tier):
             if parent_block >= 0:
                 self._num_children[parent_block] -= 1
                 self.offer(node.parent)
+        if self.watchers:
+            self._tell_left(node)

@@ -9,6 +9,7 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
+from pagewise_scheduler.core.memory.block_watch import BlockWatcher
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.eviction_history import LossLog, LossReason, RequestRef
@@ -36,6 +37,7 @@ class KVCacheManager(WindowHooks):
     ``tiers``: the tiers with ids by number, with the device; ``hashed``: the tiers without ids. ``eviction_history``:
     the log of lost content. A block that is freed while a step in flight touches it is *retiring*: it keeps its
     reference until the step has returned, so no other sequence writes into it before. ``num_retiring``: their number.
+    ``watchers``: are told of the blocks that come, are used, and leave.
 
     A model with several groups of layers has a ``GroupedKVCacheManager``, which counts pages instead of blocks wherever
     memory is counted.
@@ -58,6 +60,7 @@ class KVCacheManager(WindowHooks):
         self.capacity_tokens = num_blocks * block_size
         self._lower, self._demotion, self._salted = lower or {}, demotion, salted
         self.eviction_history = LossLog()
+        self.watchers: list[BlockWatcher] = []
         self._build_tiers(num_blocks, policy or LeastRecentlyUsed(), MemoryCounters(), model_fingerprint)
         self._retiring: deque[tuple[int, list[int]]] = deque()
         self._num_retiring = 0
@@ -78,6 +81,8 @@ class KVCacheManager(WindowHooks):
                 self.hashed[number] = below
         self.pool = self._make_pool(num_blocks, tree, policy, counters, below)
         self.tiers: dict[int, Pool] = {tier.number: tier for tier in (self.pool, *self.pool.lower)}
+        for tier in self.tiers.values():
+            tier.watchers = self.watchers
         for group in self.windows:
             watch(group, self.eviction_history, counters, policy)
 
@@ -253,8 +258,7 @@ class KVCacheManager(WindowHooks):
         make room for it. The caller has checked that a block is available.
         """
         assert not table.blocks
-        shared = [node.block for node in prefix.blocks]
-        self.pool.pin(shared)
+        shared = self.pool.begin_with(prefix.blocks)
         table.last_node = prefix.blocks[-1] if prefix.blocks else None
         if not prefix.partial_tokens:
             table.blocks = shared

@@ -7,11 +7,12 @@ step writes into the blocks. To *pin* a block is to add a reference, which keeps
 *released*.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pagewise_shared.block_hash import BlockHash
 
+from pagewise_scheduler.core.memory.block_watch import BlockWatcher
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
 from pagewise_scheduler.core.memory.eviction_history import LossReason
@@ -39,7 +40,7 @@ class Pool:
     ``number``: the number of the tier on the wire. ``below``: the next tier down, if there is one. ``lower``: all tiers
     below that have ids too. ``num_cached``: number of cached blocks. ``states``: the state of each block, a byte, for
     the console. ``recoverable``: cached blocks that the executor has listed by hash in its Hello, and that no prompt
-    has requested yet; they are evicted first.
+    has requested yet; they are evicted first. ``watchers``: are told of the blocks that come and leave.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Pool:
         self.below = below
         self.lower: tuple[HostTier, ...] = tuple(_pools_from(below))
         self.recoverable: dict[BlockHash, int] = {}
+        self.watchers: Sequence[BlockWatcher] = ()
         self._caches = self.lower  # this tier, unless it is the device, and the lower ones: they hold copies alone
         self.states = bytearray(num_blocks)
         self._references = [0] * num_blocks
@@ -200,6 +202,10 @@ class Pool:
                 self.states[block] = CACHED
                 self.offer(node)
 
+    def forget(self, node: CachedBlock) -> None:
+        """Give up the block of ``node``, if it is here and may go."""
+        raise NotImplementedError
+
     # ---- known content -------------------------------------------------------------------------------
 
     def expect(self, recoverable: dict[BlockHash, int]) -> None:
@@ -216,6 +222,12 @@ class Pool:
         if node.block_id(self.number) < 0 and (block := self.recoverable.pop(node.hash, NOWHERE)) >= 0:
             self._enter(node, block)
             self.offer(node)
+
+    def forget_recoverable(self) -> None:
+        """Give up the recoverable blocks."""
+        for block in self.recoverable.values():
+            self._set_free(block)
+        self.recoverable.clear()
 
     def offer(self, node: CachedBlock) -> None:
         """Decide again whether the block of ``node``, if this tier has it, can be evicted, and with which rank."""
@@ -264,6 +276,16 @@ class Pool:
         while below is not None and not below.take_over(node, self.number, copies):
             below = below.below
         return below is not None
+
+    # ---- watchers ------------------------------------------------------------------------------------
+
+    def _tell_entered(self, node: CachedBlock) -> None:
+        for watcher in self.watchers:
+            watcher.entered(node, self.number)
+
+    def _tell_left(self, node: CachedBlock) -> None:
+        for watcher in self.watchers:
+            watcher.left(node, self.number)
 
     # ---- for the kinds of tiers to override ----------------------------------------------------------
 

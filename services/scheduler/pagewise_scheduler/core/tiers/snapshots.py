@@ -307,6 +307,13 @@ class SnapshotPool:
         near = takewhile(lambda one: self.first_needed(one.depth * self.block_size) >= first, ancestors(node))
         return [one for one in near if one not in self.at]
 
+    def forget_recoverable(self) -> None:
+        """Give up the recoverable blocks."""
+        self.num_cached -= len(self.recoverable)
+        for block in self.recoverable.values():
+            self._set_free(block)
+        self.recoverable.clear()
+
     # ---- eviction ------------------------------------------------------------------------------------
 
     def _rank(self, snapshot: Snapshot) -> int | None:

@@ -1,0 +1,127 @@
+"""``pagewise cache``: what operators see of cached prefixes, and do to them."""
+
+import argparse
+import json
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pagewise_shared.logs import printable
+
+from pagewise.client import add_url, connect, get
+
+Lines = Callable[[dict[str, Any]], Iterator[str]]
+"""Yields the lines about the part of an answer that is about one executor."""
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
+def cache(arguments: Sequence[str]) -> int:
+    """Run a verb of ``pagewise cache``; returns the process's exit code."""
+    options = _parser().parse_args(arguments)
+    return int(options.run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagewise cache",
+        description="Show cached prefixes, and release them. Where there are API keys, both need an operator's key in "
+        "PAGEWISE_API_KEY.",
+    )
+    chosen = argparse.ArgumentParser(add_help=False)
+    which = chosen.add_mutually_exclusive_group()
+    which.add_argument("--key", metavar="NAME", help="of the requests with the API key NAME")
+    which.add_argument(
+        "--salt",
+        help="of the requests with this cache salt: key:NAME, group:NAME or all, and a request's own cache_salt behind "
+        "a slash",
+    )
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    shown = verbs.add_parser(
+        "list",
+        parents=[chosen],
+        help="print cached prefixes by the blocks with which they begin: salt, size by tier, last use",
+    )
+    shown.add_argument("--limit", type=int, default=20, metavar="N", help="prefixes of each executor (default: 20)")
+    shown.set_defaults(run=_list)
+    dropped = verbs.add_parser(
+        "drop",
+        parents=[chosen],
+        help="release cached blocks that no sequence uses; those on disks and in stores stay (see pagewise wipe)",
+    )
+    dropped.add_argument("--all", action="store_true", help="of all requests")
+    dropped.set_defaults(run=_drop, parser=dropped)
+    for each in (shown, dropped):
+        each.add_argument("--json", action="store_true", help="print the answer as JSON")
+        add_url(each)
+    return parser
+
+
+def _list(options: argparse.Namespace) -> int:
+    chosen = _chosen(options) | {"limit": str(options.limit)}
+    report = get(options.url, f"/debug/cache?{urllib.parse.urlencode(chosen)}")
+    _print(report, options, _listed)
+    return 0
+
+
+def _drop(options: argparse.Namespace) -> int:
+    chosen = _chosen(options)
+    if bool(chosen) == options.all:
+        options.parser.error("give --key, --salt or --all")
+    with connect(options.url, "/reset_prefix_cache", json.dumps(chosen).encode()) as answer:
+        report = json.loads(answer.read())
+    _print(report, options, _dropped)
+    return 0
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, str]:
+    given = {"key": options.key, "salt": options.salt}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _print(report: dict[str, Any], options: argparse.Namespace, lines: Lines) -> None:
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return
+    for executor in report["executors"]:
+        print("\n".join(lines(executor)))
+
+
+def _listed(executor: dict[str, Any]) -> Iterator[str]:
+    yield f"{executor['executor_id']}: {len(executor['prefixes'])} beginnings of cached prefixes"
+    yield f"  {'tokens':>8}{'blocks':>8}{'in use':>8}{'uses':>6}{'last used':>12}  tiers; salt; first request"
+    for one in executor["prefixes"]:
+        age = one.get("last_used_seconds")
+        tiers = ", ".join(f"{name} {_size(size) or number}" for (name, number), size in _by_tier(one))
+        names = "; ".join(
+            f"{what} {printable(one[name])}".strip()
+            for what, name in (("", "salt"), ("adapter", "adapter"), ("", "request_id"))
+            if one.get(name)
+        )
+        yield (
+            f"  {one['num_tokens']:>8,}{one['num_blocks']:>8,}{one.get('in_use', 0):>8,}{_uses(one.get('uses')):>6}"
+            f"{'-' if age is None else f'{age:.1f} s ago':>12}  {tiers}{'; ' if names else ''}{names}"
+        )
+    if executor["truncated"]:
+        yield "  ... (more with --limit)"
+
+
+def _by_tier(prefixes: dict[str, Any]) -> Iterator[tuple[tuple[str, int], int]]:
+    return zip(prefixes["tiers"].items(), prefixes["bytes"].values(), strict=True)
+
+
+def _size(size: int) -> str:
+    unit, factor = next(((unit, factor) for unit, factor in _UNITS if size >= factor), ("B", 1))
+    return f"{size / factor:.1f} {unit}" if size else ""
+
+
+def _uses(uses: int | None) -> str:
+    return "-" if uses is None else "4+" if uses >= 4 else str(uses)
+
+
+def _dropped(executor: dict[str, Any]) -> Iterator[str]:
+    released = ", ".join(f"{number:,} on the {name}" for name, number in executor["released"].items())
+    stay = f"{executor['in_use']:,} blocks stay in use"
+    yield f"{executor['executor_id']}: {executor['unit']} released: {released}; {stay}"
+    if executor["kept"]:
+        yield f"  the {' and the '.join(executor['kept'])} tier is as it was: pagewise wipe deletes blocks there"

@@ -1,0 +1,95 @@
+"""Operators look at cached prefixes, and release them: ``/debug/cache`` and ``/reset_prefix_cache``, as in vLLM."""
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from pagewise_gateway.http.access import check_operator
+from pagewise_gateway.http.context import CLIENT, Service
+from pagewise_gateway.http.debug import limit_of
+from pagewise_gateway.http.errors import ForbiddenError, InvalidRequestError
+from pagewise_gateway.http.parsing import read_request
+
+Query = TypeVar("Query", bound=Struct)
+
+_LONGEST_SALT = 1024
+_Salt = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=_LONGEST_SALT,
+        description="A cache salt as `pagewise wipe` takes it: key:NAME, group:NAME or all, and a request's own "
+        "cache_salt behind a slash.",
+    ),
+]
+_Key = Annotated[str, Meta(min_length=1, max_length=256, description="The name of an API key, for key:NAME.")]
+
+
+class ResetCacheRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /reset_prefix_cache``, which may be empty, or its parameters. Without both, all is released.
+
+    ``reset_running_requests``, ``reset_external``: vLLM's, of which only false is supported.
+    """
+
+    salt: _Salt | None = None
+    key: _Key | None = None
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
+class _Asked(Struct, forbid_unknown_fields=True):
+    """The parameters of ``/debug/cache``."""
+
+    salt: _Salt | None = None
+    key: _Key | None = None
+    limit: str = ""
+
+
+async def debug_cache(request: web.Request) -> web.Response:
+    """The cached prefixes of every executor; ?salt= or ?key= selects, ?limit=N cuts lists."""
+    check_operator(request, "/debug/cache shows")
+    asked = _parameters(request, _Asked)
+    salt, limit = _salt(asked.salt, asked.key), limit_of(request)
+    queries = request.app[Service.KEY].scheduler_client.queries
+    return _json(await queries.report("cache", salt, limit))
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """Release cached blocks, as far as they are not in use; for operators."""
+    if not request[CLIENT].operator:
+        raise ForbiddenError(
+            f"only operators reset the cache, and the key {request[CLIENT].name!r} is not an operator's: "
+            "put operator=yes in its line among the API keys"
+        )
+    asked = _parameters(request, ResetCacheRequest)
+    if request.can_read_body:
+        asked, _ = await read_request(request, ResetCacheRequest)
+    for name in ("reset_running_requests", "reset_external"):
+        if getattr(asked, name):
+            raise InvalidRequestError(f"{name} is not supported: blocks in use, and disks and stores, stay", name)
+    queries = request.app[Service.KEY].scheduler_client.queries
+    return _json(await queries.reset_cache(_salt(asked.salt, asked.key)))
+
+
+def _salt(salt: str | None, key: str | None) -> str:
+    """The salt that is meant; empty: all.
+
+    Raises:
+        InvalidRequestError: two are given.
+    """
+    if salt is not None and key is not None:
+        raise InvalidRequestError("give salt or key, not both", "key")
+    return salt or (f"key:{key}" if key is not None else "")
+
+
+def _parameters(request: web.Request, kind: type[Query]) -> Query:
+    try:
+        return msgspec.convert(dict(request.query), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(str(error)) from None
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

@@ -1,0 +1,82 @@
+"""Releases cached blocks by an operator's wish: all, or those of one cache salt."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pagewise_shared.block_hash import is_below
+from pagewise_shared.protocol import DEVICE
+
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, cache_salt_of
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.pool import Pool
+from pagewise_scheduler.core.tiers.snapshots import SnapshotPool
+
+
+@dataclass(slots=True, frozen=True)
+class ResetOutcome:
+    """What a reset released: by the number of each tier, blocks, or pages of a model with several groups of layers.
+
+    ``num_in_use``: blocks in the prefix tree that stay, because sequences and copies use them or blocks behind them.
+    """
+
+    released: dict[int, int]
+    num_in_use: int
+
+
+def reset_cache(kv: KVCacheManager, salt: str = "") -> ResetOutcome:
+    """Release the blocks of a cache salt (see ``is_below``) in all tiers with ids, as far as they are not in use.
+
+    Blocks that the executor has listed by hash, and no prompt has requested yet, are released whatever their salt is:
+    a hash does not tell it.
+    """
+    used = {number: _num_used(kv, tier) for number, tier in kv.tiers.items()}
+    for tier in kv.tiers.values():
+        tier.forget_recoverable()
+    for pool in _snapshot_pools(kv):
+        pool.forget_recoverable()
+    history = kv.eviction_history
+    history.reserves_for(None, 0)
+    history.reason = "cache reset"
+    num_in_use = sum(_reset(kv, root) for root in kv.pool.tree.roots if is_below(cache_salt_of(root), salt))
+    history.reason = "evicted"
+    return ResetOutcome({number: used[number] - _num_used(kv, tier) for number, tier in kv.tiers.items()}, num_in_use)
+
+
+def _num_used(kv: KVCacheManager, tier: Pool) -> int:
+    if tier.number == DEVICE:
+        return kv.num_total - kv.num_free
+    lower = kv.cache_tier(tier.number)
+    assert lower is not None
+    return lower.memory[1]
+
+
+def _snapshot_pools(kv: KVCacheManager) -> Iterator[SnapshotPool]:
+    for group in kv.windows:
+        pool: SnapshotPool | None = group
+        while pool is not None:
+            yield pool
+            pool = pool.below
+
+
+def _reset(kv: KVCacheManager, root: CachedBlock) -> int:
+    """Release the blocks of a cache salt; returns the number of those that stay."""
+    tree, policy, num_in_use = kv.pool.tree, kv.pool.policy, 0
+    nodes = [*root.children.values()]
+    for node in nodes:  # grows while it is walked: parents come before their children
+        nodes += node.children.values()
+    for node in reversed(nodes):
+        before = node.nearest_tier
+        for tier in kv.tiers.values():
+            tier.forget(node)
+        if node.num_tiers:
+            num_in_use += 1
+            continue
+        if before != NOWHERE:
+            kv.eviction_history.note(node, "cache reset", before, policy, 0.0)
+        if not node.children:
+            parent = node.parent
+            assert parent is not None
+            tree.remove(node)
+            for lower in kv.pool.lower:
+                lower.offer(parent)
+    return num_in_use
