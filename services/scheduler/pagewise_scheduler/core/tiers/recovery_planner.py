@@ -36,8 +36,8 @@ from pagewise_scheduler.core.tiers.tier import Location
 from pagewise_scheduler.core.tiers.window_recovery import ResumePoint, WindowPlanner
 
 _PLACES = 4
-"""The number of places with snapshots in lower tiers that are weighed: the last ones on the path. Places that a snapshot
-of windows also has within ``MARGIN`` tokens before its end are none of these."""
+"""The number of places with snapshots in lower tiers that are weighed: the last ones on the path, ``MARGIN`` tokens or
+more apart, because a snapshot of windows has places that near to each other."""
 
 _VICTIMS = 16
 """The number of sequences to compare when one of them must be preempted."""
