@@ -84,7 +84,8 @@ class StateGroup(WindowGroup):
         It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. In a prompt
         that goes on it also keeps those behind its last full block, with which it begins again if it is preempted. If
         it would have more than ``most_blocks``, it gives up these, then the declared ones that save the least, then
-        those at ``start``, unless others use the block that has them. Returns (token, block) for each block to which states are written from a token on, and copies.
+        those at ``start``, unless others use the block that has them. Returns (token, block) for each block to which
+        states are written from a token on, and copies.
         """
         assert isinstance(table, StateTable)
         copies: list[BlockCopy] = []
