@@ -56,6 +56,7 @@ def test_operators_see_pages_snapshots_and_lost_states(server: Served) -> None:
     said = printed(server, "explain", "q1")
     assert "Its prefix was there, its states were not: 304 tokens" in said
     assert "So it could begin at token 0. No states are known to have been kept there." in said
+    assert "This request keeps states behind token 304, where later ones can begin." in said
 
     (executor,) = get(server, "/debug/memory?limit=100")["executors"]
     device = executor["device"]

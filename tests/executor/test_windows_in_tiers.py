@@ -30,7 +30,7 @@ from tests.model_builders import EAGER, VOCAB_SIZE, build_model, model_fixture
 LENGTHS = (100, 41, 64)
 
 
-FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3", "ministral", "gemma4_moe")
+FAMILIES = ("gemma3", "gpt_oss", "gemma4", "llama4", "olmo3", "ministral", "gemma4_moe", "gemma2", "gemma3n")
 LONG = FAMILIES[4:]
 
 
@@ -39,7 +39,7 @@ model_path = model_fixture(*(pytest.param(one, marks=[pytest.mark.long] * (one i
 gemma3 = model_fixture("gemma3", seed=7)
 
 MOVED = (
-    *("gemma3", "llama4", "gpt_oss", "gemma4", "gemma4_moe", "olmo3", "ministral"),
+    *("gemma3", "llama4", "gpt_oss", "gemma4", "gemma4_moe", "olmo3", "ministral", "gemma2", "gemma3n"),
     *("deepseek_v3", "glm4_moe_lite", "mistral4", "glm4_moe", "minimax_m2", "qwen3_moe"),
 )
 """Windows of two kinds, K and V that layers share, and one vector for both; and, as one group, latents and mixtures."""

@@ -237,6 +237,9 @@ class FakeScheduler:
             message = decode_from_gateway(frame)
             if isinstance(message, GatewayHello):
                 await self._greet(identity, message)
+            elif isinstance(message, Goodbye):
+                self.goodbyes.append(message.reason)
+                self.members.pop(identity, None)
             elif not self.silent:
                 await self._take(identity, message)
 
@@ -297,9 +300,6 @@ class FakeScheduler:
                 await self._send(identity, QueryAnswer(message.number, True, b'{"executors":[]}'))
             case Heartbeat():
                 await self._send(identity, HeartbeatAck(member.epoch))
-            case Goodbye(reason=reason):
-                self.goodbyes.append(reason)
-                del self.members[identity]
 
     def _report(self, query: Query) -> bytes | None:
         self.queries.append(query)

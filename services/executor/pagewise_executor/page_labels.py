@@ -122,12 +122,14 @@ class KeptBlocks:
     def offer(self, labels: Mapping[int, Mapping[int, bytes]], most: int) -> Inventory | None:
         """Return the inventory of the blocks of which a tier has all pages, at most ``most``; None: there are none.
 
+        Windows and states come first in each tier: they are few, and without them the first group's blocks would be of
+        no use.
         ``labels``: of each tier, by page. The ids of the blocks of each tier and group are 0, 1, 2 and so on.
         """
         self._held = {tier: self._whole(of_tier) for tier, of_tier in labels.items()}
         found = []
         for tier, groups in self._held.items():
-            for group, held in enumerate(groups):
+            for group, held in reversed([*enumerate(groups)]):
                 if hashes := list(islice(held, most)):
                     found.append(NamedBlocks(tier, pack_int32s(range(len(hashes))), b"".join(hashes), group))
                     most -= len(hashes)

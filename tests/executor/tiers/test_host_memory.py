@@ -43,9 +43,16 @@ def test_named_memory_of_other_blocks_is_left_alone(tmp_path: Path, caplog: pyte
     first = open_memory(tmp_path)
     first.keep(1, NAME, 1)
     process_ends(first)
-    for other in (open_memory(tmp_path, "y"), open_memory(tmp_path, num_blocks=9)):
+    others = open_memory(tmp_path, "y"), open_memory(tmp_path, num_blocks=9)
+    for other in others:
         assert other.names() == {}
     assert first.path.name in caplog.text, "whoever looks for memory is told where it is"
+    for other in others:
+        process_ends(other)
+    caplog.clear()
+    open_memory(tmp_path, "z")
+    (record,) = caplog.records
+    assert "holds 3 files" in record.getMessage()
 
 
 def test_a_block_that_is_being_written_is_void(tmp_path: Path) -> None:

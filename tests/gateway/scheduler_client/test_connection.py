@@ -45,10 +45,20 @@ async def test_connections_are_encrypted_if_there_are_keys(tmp_path: Path) -> No
     async with FakeScheduler(keys=pair).listening() as fake:
         linked = scheduler_client(fake.endpoint, keys)
         running = asyncio.create_task(linked.run())
-        await fake.until(lambda: linked.answers)  # a gateway without a Welcome sends no Goodbye
+        await fake.until(lambda: linked.answers)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await fake.until(lambda: fake.goodbyes)
+
+
+async def test_a_gateway_that_stops_before_its_welcome_says_goodbye() -> None:
+    """The scheduler may have let it in already, and would take it for lost."""
+    async with FakeScheduler(silent=True).listening() as fake:
+        running = asyncio.create_task(scheduler_client(fake.endpoint).run())
+        await fake.until(lambda: fake.hellos)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await fake.until(lambda: fake.goodbyes == ["stopped"])
 
 
 async def test_a_scheduler_that_asks_for_a_key(tmp_path: Path) -> None:

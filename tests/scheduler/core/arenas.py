@@ -46,6 +46,11 @@ def check_arena(scheduler: Scheduler, *, lends: bool = False) -> None:
     kv = scheduler.kv
     assert isinstance(kv, GroupedKVCacheManager)
     check_states(kv.pool)
+    for request in scheduler.requests:
+        for one in request.sequences:
+            for index, group in enumerate(kv.windows):
+                held = len(one.table.windows[index].blocks)
+                assert held <= group.most_blocks, "admission counts no more"
     tiers = [(kv._arena, kv.pool, kv.windows)]
     tiers += [(kv.host.arena, kv.host, kv.host.snapshots)] if kv.host is not None else []  # type: ignore[list-item]
     for arena, full, groups in tiers:

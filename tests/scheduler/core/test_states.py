@@ -4,7 +4,9 @@ import pytest
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
+from pagewise_scheduler.core.tiers.tier import BlockCopy
 from pagewise_shared.config import SpeculativeConfig
+from pagewise_shared.protocol import HOST
 
 from tests.scheduler.core import checking_executor
 from tests.scheduler.core.arenas import DISK_NAME, check_arena, create
@@ -148,3 +150,23 @@ def test_snapshots_are_counted() -> None:
     for other in range(4):
         begin(scheduler, executor, [1000 * (other + 1) + i for i in range(70)])
     assert counters.snapshots_unused >= 2
+
+
+def test_an_earlier_snapshot_in_the_host_is_loaded_where_that_is_faster() -> None:
+    """Loading a block takes longer than computing it, and of the attention layers the device has the first blocks."""
+    scheduler = create(400, 1, (STATES,), host_pages=900)
+    executor = executor_for(scheduler)
+    prompt = [*range(300)]
+    begin(scheduler, executor, prompt[:200])
+    begin(scheduler, executor, prompt)
+    kv, costs, copies = scheduler.kv, scheduler.recoveries.planner.costs, list[BlockCopy]()
+    while kv.windows[0].num_cached:
+        kv.windows[0].give_up(copies)
+    while kv.pool.num_cached > 50:
+        kv.pool.give_up(copies)
+    scheduler.plan.copy(copies)
+    costs.prefill.constants[:] = [0.0, 1e-3, 0.0, 0.0]
+    costs.tiers[HOST].load.constants[:] = [0.0, 8e-3]
+    again = begin(scheduler, executor, [*prompt, 7, 7])
+    assert (again.cached_tokens["device"], again.cached_tokens["host"]) == (200, 0)
+    assert (executor.num_loaded, executor.num_windows_loaded) == (0, 1)

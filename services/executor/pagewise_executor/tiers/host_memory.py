@@ -134,11 +134,12 @@ class NamedMemory(HostMemory):
             raise
         if self._inherited:
             log.info("took over %d blocks in %s from a process that is gone", len(self._inherited), self.path)
-        for other in folder.glob(f"{_prefix()}*"):
-            if not other.name.startswith(f"{_prefix()}{kind}") and _is_free(other):
-                log.warning(
-                    "%s is held by no process, and has blocks of another kind: remove it if you need it no more", other
-                )
+        others = sorted(one for one in folder.glob(f"{_prefix()}*") if not one.name.startswith(f"{_prefix()}{kind}"))
+        if free := [one for one in others if _is_free(one)]:
+            log.warning(
+                "no process holds %d files in %s with blocks of other kinds, such as %s: remove what you need no more",
+                len(free), folder, free[0].name,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Remove the file."""

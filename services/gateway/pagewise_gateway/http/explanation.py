@@ -211,7 +211,9 @@ def _no_snapshot(lacks: NoSnapshot, due: int) -> str:
         begin = f"The {what} behind token {lost.position:,}, of {_name(lost.cached_by)}, were {_how_lost(lost)}"
     if lacks.retaken is not None:
         return f"{begin}. They were taken again at {clock_time(lacks.retaken)}."
-    return f"{begin}. It was to keep them behind token {due:,}." if due else f"{begin}."
+    return (
+        f"{begin}. This request keeps {what} behind token {due:,}, where later ones can begin." if due else f"{begin}."
+    )
 
 
 def _left(left: LeftPrefix) -> str:

@@ -123,11 +123,11 @@ class SchedulerConnection:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self.epoch is not None:
-                with contextlib.suppress(zmq.ZMQError, TimeoutError):
-                    async with asyncio.timeout(_GOODBYE_SECONDS):
-                        for frame in (*self._outbox, encode(Goodbye(self.epoch, "stopped"))):
-                            await self._socket.send(frame)
+            # Also without a Welcome: one may be on its way, and the scheduler would take the gateway for lost.
+            with contextlib.suppress(zmq.ZMQError, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_SECONDS):
+                    for frame in (*self._outbox, encode(Goodbye(self.epoch or 0, "stopped"))):
+                        await self._socket.send(frame)
             self.epoch = None
             connections.close()
             self._socket.close()

@@ -239,12 +239,14 @@ class RecoveryPolicy:
 
     def note(self, plans: Iterable[RecoveryPlan]) -> None:
         """Note the methods and links that plans pass over, from which nothing is learned."""
+        links = dict[Link, None]()  # each counts once, however many of the plans name it
         for plan in plans if self.mode == "auto" else ():
             if plan.method != "both":
                 self._costs.both_passed_over()
             if plan.method == "recompute":
-                for link in plan.blocks_of(plan.end):
-                    link.passed_over()
+                links |= dict.fromkeys(plan.blocks_of(plan.end))
+        for link in links:
+            link.passed_over()
 
     def is_worth_copying(self, node: CachedBlock, tier: Tier) -> bool:
         """Whether copying the prefix that ends with ``node`` to ``tier`` is worth it, block by block on average.

@@ -31,8 +31,13 @@ from pagewise_scheduler.core.tiers.recovery_plan import (
     RecoveryPolicy,
     compose,
 )
+from pagewise_scheduler.core.tiers.snapshots import MARGIN
 from pagewise_scheduler.core.tiers.tier import Location
 from pagewise_scheduler.core.tiers.window_recovery import ResumePoint, WindowPlanner
+
+_PLACES = 4
+"""The number of places with snapshots in lower tiers that are weighed: the last ones on the path, ``MARGIN`` tokens or
+more apart, because a snapshot of windows has places that near to each other."""
 
 _VICTIMS = 16
 """The number of sequences to compare when one of them must be preempted."""
@@ -103,7 +108,7 @@ class RecoveryPlanner:
             source = PeerTiers(self.directory.peers[peer], self.costs.link(peer), self._kv.pool.counters)
             elsewhere.insert(0, Offer(source, start, num_remote_pins, _hold_none))
         if self._kv.windows:
-            ends = [self._below(start, query.offloaded, _no_windows)] if query.offloaded else []
+            ends = self._below(start, query.offloaded, lambda node: _no_windows)
             ends += [ResumePoint(one.source, one.stop, _no_windows, one) for one in elsewhere]
             plans = self._plans_to(ends, start, query.offloaded, share)
         else:
@@ -121,16 +126,28 @@ class RecoveryPlanner:
 
     def _window_plans(self, prefix: CachedPrefix, share: float, sequence: RequestSequence | None) -> list[RecoveryPlan]:
         """Plans of a model with windowed layers: one for each place behind ``prefix`` where a tier has the windows."""
-        start, ends = len(prefix.blocks), list[ResumePoint]()
-        if prefix.offloaded:
-            ends = [self._below(start, prefix.offloaded, partial(self._kv.hold_windows, prefix.offloaded[-1]))]
+        start = len(prefix.blocks)
+        ends = self._below(start, prefix.offloaded, lambda node: partial(self._kv.hold_windows, node))
         for offer in self._offers_elsewhere(start, sequence) if sequence is not None else ():
             ends.append(ResumePoint(offer.source, offer.stop, offer.windows, offer))
         return self._plans_to(ends, start, prefix.path[start:], share)
 
-    def _below(self, start: int, offloaded: Sequence[CachedBlock], hold: HoldWindows) -> ResumePoint:
-        """The end of ``offloaded``, which own tiers have with the windows there."""
-        return ResumePoint(next(iter(self._kv.pool.lower)), start + len(offloaded), hold)
+    def _below(
+        self, start: int, offloaded: Sequence[CachedBlock], holder: Callable[[CachedBlock], HoldWindows]
+    ) -> list[ResumePoint]:
+        """The last places in ``offloaded`` behind which a sequence can begin with windows of own tiers, the last one
+        first. ``holder``: returns what holds the windows behind a node."""
+        most = 1 if self.policy.mode == "swap" else _PLACES  # "swap" loads all that there is
+        apart, found = -(-MARGIN // self._kv.block_size), list[ResumePoint]()
+        end = len(offloaded)
+        while end > 0 and len(found) < most:
+            node = offloaded[end - 1]
+            if self._kv.can_begin(node):
+                found.append(ResumePoint(next(iter(self._kv.pool.lower)), start + end, holder(node)))
+                end -= apart
+            else:
+                end -= 1
+        return found
 
     def _plans_to(
         self, ends: list[ResumePoint], start: int, path: Sequence[CachedBlock], share: float

@@ -83,8 +83,9 @@ class StateGroup(WindowGroup):
 
         It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. In a prompt
         that goes on it also keeps those behind its last full block, with which it begins again if it is preempted. If
-        it would have more than ``most_blocks``, it gives up these, then the declared ones that save the least. Returns
-        (token, block) for each block to which states are written from a token on, and copies.
+        it would have more than ``most_blocks``, it gives up these, then the declared ones that save the least, then
+        those at ``start``, unless others use the block that has them. Returns (token, block) for each block to which
+        states are written from a token on, and copies.
         """
         assert isinstance(table, StateTable)
         copies: list[BlockCopy] = []
@@ -100,8 +101,10 @@ class StateGroup(WindowGroup):
             marks.append(last)
         if (excess := len(blocks) + len(marks) - self.most_blocks) > 0:  # admission has counted no more
             saved = {token: token - before for before, token in pairwise([start, *marks]) if token in table.declared}
-            given_up = [token for token in sorted(saved, key=lambda token: saved[token]) if token > start][:excess]
-            marks = [token for token in marks if token not in given_up]
+            given_up = [token for token in sorted(saved, key=lambda token: saved[token]) if token > start]
+            if marks[0] == start and not self.num_to_write(table):
+                given_up.append(start)  # a preemption then loses the chunk before
+            marks = [token for token in marks if token not in given_up[:excess]]
         switched: list[tuple[int, int]] = []
         for token in marks:
             (block,), made = self.reserve(1)
