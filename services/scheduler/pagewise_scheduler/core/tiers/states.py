@@ -102,7 +102,7 @@ class StateGroup(WindowGroup):
         if (excess := len(blocks) + len(marks) - self.most_blocks) > 0:  # admission has counted no more
             saved = {token: token - before for before, token in pairwise([start, *marks]) if token in table.declared}
             given_up = [token for token in sorted(saved, key=lambda token: saved[token]) if token > start]
-            if marks[0] == start and not self.num_to_write(table):
+            if marks and marks[0] == start and not self.num_to_write(table):
                 given_up.append(start)  # a preemption then loses the chunk before
             marks = [token for token in marks if token not in given_up[:excess]]
         switched: list[tuple[int, int]] = []
