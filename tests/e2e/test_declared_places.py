@@ -27,7 +27,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     build_model(request.param, path, vocab_size=VOCAB_SIZE, max_position_embeddings=2048)
     save_tokenizer(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    with serving("--model", str(path), "--num-blocks", "400", "--served-model-name", "hybrid") as running:
+    with serving(
+        "--model", str(path), "--num-blocks", "400", "--served-model-name", "hybrid", "--no-profile"
+    ) as running:
         yield running
 
 
