@@ -171,7 +171,7 @@ async def test_new_requests_are_told_to_come_back_while_streams_end() -> None:
         async with http.post(gateway.url + "/v1/completions", json={**BODY, "max_tokens": 200}) as stream:
             await stream.content.readuntil(b"\n\n")
             gateway.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while True:
                     async with http.post(gateway.url + "/v1/completions", json={**BODY, "max_tokens": 1}) as response:
                         if response.status == 503:
