@@ -226,7 +226,8 @@ def check_served(
 ) -> None:
     """Tokens that are generated are likely to the oracle, with the log-probabilities that it gives them, ``within``
     this distance."""
-    runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", num_blocks=64, **options))
+    config = ExecutorConfig(model=str(path), device="cpu", num_blocks=64, **({"profile": False} | options))
+    runner = ModelRunner(config)
     requests = [request(prompt, 12, f"r{n}", logprobs=0) for n, prompt in enumerate(prompts)]
     for prompt, asked in zip(prompts, requests, strict=True):
         _, outputs = run_requests(runner, [asked], max_num_batched_tokens=24)

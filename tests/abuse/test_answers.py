@@ -20,6 +20,10 @@ USER = [{"role": "user", "content": "a"}]
 IDS = [1 + number % 200 for number in range(8000)]
 
 
+SECONDS = 4.0
+"""How long a stream is read, or left unread, at most: twice the gap that is too long for a bystander."""
+
+
 @pytest.fixture(scope="module")
 def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serve(tmp_path_factory.mktemp("keys"), "--simulate", "--num-blocks=65536", "--max-num-seqs=512") as server:
@@ -104,20 +108,20 @@ def test_large_answers_at_once_are_let_in_as_far_as_there_is_memory(server: Serv
 def test_a_stream_of_very_many_log_probabilities(server: Served, read: bool) -> None:
     with unharmed(server):
         body = {"prompt": MANY, "n": 12, "max_tokens": 300, "logprobs": 20}  # rows are left for others
-        last = stream(server, body, 8 if read else 5, read=read)
+        last = stream(server, body, SECONDS, read=read)
         assert not read or b"data: " in last
 
 
 def test_a_stream_that_repeats_a_long_prompt_in_every_choice(server: Served) -> None:
     with unharmed(server):
-        stream(server, {"prompt": IDS[:2000], "n": 128, "max_tokens": 4, "echo": True, "logprobs": 20}, 8)
+        stream(server, {"prompt": IDS[:2000], "n": 128, "max_tokens": 4, "echo": True, "logprobs": 20}, SECONDS)
 
 
 def test_token_counts_in_every_chunk_of_very_many_choices(server: Served) -> None:
     usage = {"include_usage": True, "continuous_usage_stats": True}
     with unharmed(server):
         # Fewer than may wait: sequences of the test before may not be gone.
-        stream(server, {"prompt": MANY, "n": 120, "max_tokens": 12, "stream_options": usage}, 8)
+        stream(server, {"prompt": MANY, "n": 120, "max_tokens": 12, "stream_options": usage}, SECONDS)
 
 
 def test_many_streams_of_few_log_probabilities_each(server: Served) -> None:

@@ -3,6 +3,7 @@
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,61 +15,68 @@ from tests.abuse.bystander import resident, serving_two_keys, unharmed
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGE = b'{"role":"user","content":"a"}'
 
-LARGE = [
-    (COMPLETION, filled(b'{"prompt":[', b"[]", b"]}", 15_600_000)),
-    (CHAT, filled(b'{"messages":[' + MESSAGE + b'],"chat_template_kwargs":{"a":[', b"1", b"]}}", 10_000_000)),
-    (CHAT, filled(b'{"messages":[', MESSAGE, b"]}", 380_000 * (len(MESSAGE) + 1))),
-    (COMPLETION, b'{"' + b"a" * 15_000_000 + b'":1}'),
-]
-"""Bodies that have blocked the event loop for seconds, or whose answers took 31 MB."""
-
 _HEAD = b'{"messages":[' + MESSAGE + b'],"chat_template_kwargs":{"a":['
 _SIZE = 4 * MIB - 1
-ALLOWED = [
-    (COMPLETION, filled(b'{"prompt":[', b"[]", b"]}", _SIZE), "16384"),
-    (COMPLETION, filled(b'{"prompt":"a","tools":[', b"{}", b"]}", _SIZE), "16384"),
-    (COMPLETION, filled(b'{"prompt":[', b'""', b"]}", _SIZE), "65536"),
-    (COMPLETION, filled(b'{"prompt":"a","logit_bias":{', b'"1":1', b"}}", _SIZE), "65536"),
-    (COMPLETION, filled(b'{"prompt":[', b"9" * 4299, b"]}", _SIZE), "2147483647"),
-    (COMPLETION, filled(b'{"prompt":[', b"1", b"]}", _SIZE), "1048576"),
-    (COMPLETION, filled(b'{"prompt":[', b"300", b"]}", _SIZE), "maximum context length is 8192"),
-    (COMPLETION, b'{"' + b"a" * (_SIZE - 8) + b'":1}', "Unrecognized request argument"),
-    (COMPLETION, b'{"prompt":"' + b"\\ud83d\\ude00" * (_SIZE // 12 - 2) + b'"}', "maximum context length is 8192"),
-    (CHAT, filled(_HEAD, b"123", b"]}}", _SIZE), "65536"),
-    (CHAT, filled(_HEAD, b"[]", b"]}}", _SIZE), "16384"),
-    (CHAT, filled(b'{"messages":[', MESSAGE, b"]}", _SIZE), "65536"),
-    (CHAT, filled(b'{"messages":[', MESSAGE, b"]}", 5000 * (len(MESSAGE) + 1)), "4096"),
-    ("/detokenize", filled(b'{"tokens":[', b"256", b"]}", _SIZE), "65536"),
-]
-"""Bodies of the size that is allowed, and the limit that their error names."""
+
+
+def large() -> list[tuple[str, bytes]]:
+    """Bodies that have blocked the event loop for seconds, or whose answers took 31 MB."""
+    return [
+        (COMPLETION, filled(b'{"prompt":[', b"[]", b"]}", 15_600_000)),
+        (CHAT, filled(b'{"messages":[' + MESSAGE + b'],"chat_template_kwargs":{"a":[', b"1", b"]}}", 10_000_000)),
+        (CHAT, filled(b'{"messages":[', MESSAGE, b"]}", 380_000 * (len(MESSAGE) + 1))),
+        (COMPLETION, b'{"' + b"a" * 15_000_000 + b'":1}'),
+    ]
+
+
+@cache
+def allowed() -> list[tuple[str, bytes, str]]:
+    """Bodies of the size that is allowed, and the limit that their error names."""
+    return [
+        (COMPLETION, filled(b'{"prompt":[', b"[]", b"]}", _SIZE), "16384"),
+        (COMPLETION, filled(b'{"prompt":"a","tools":[', b"{}", b"]}", _SIZE), "16384"),
+        (COMPLETION, filled(b'{"prompt":[', b'""', b"]}", _SIZE), "65536"),
+        (COMPLETION, filled(b'{"prompt":"a","logit_bias":{', b'"1":1', b"}}", _SIZE), "65536"),
+        (COMPLETION, filled(b'{"prompt":[', b"9" * 4299, b"]}", _SIZE), "2147483647"),
+        (COMPLETION, filled(b'{"prompt":[', b"1", b"]}", _SIZE), "1048576"),
+        (COMPLETION, filled(b'{"prompt":[', b"300", b"]}", _SIZE), "maximum context length is 8192"),
+        (COMPLETION, b'{"' + b"a" * (_SIZE - 8) + b'":1}', "Unrecognized request argument"),
+        (COMPLETION, b'{"prompt":"' + b"\\ud83d\\ude00" * (_SIZE // 12 - 2) + b'"}', "maximum context length is 8192"),
+        (CHAT, filled(_HEAD, b"123", b"]}}", _SIZE), "65536"),
+        (CHAT, filled(_HEAD, b"[]", b"]}}", _SIZE), "16384"),
+        (CHAT, filled(b'{"messages":[', MESSAGE, b"]}", _SIZE), "65536"),
+        (CHAT, filled(b'{"messages":[', MESSAGE, b"]}", 5000 * (len(MESSAGE) + 1)), "4096"),
+        ("/detokenize", filled(b'{"tokens":[', b"256", b"]}", _SIZE), "65536"),
+    ]
 
 
 def test_large_bodies_are_refused_before_they_are_read(server: Served) -> None:
     before = charged(server)
+    bodies = large()
     with unharmed(server):
-        for path, body in LARGE:
+        for path, body in bodies:
             answer = post(server, path, body)
             assert answer.status == 413
             if not proxied(server):
                 assert answer.body["error"]["code"] == "body_too_large"
                 assert "4194304" in answer.message
-    assert charged(server) == before + (0 if proxied(server) else len(LARGE))
+    assert charged(server) == before + (0 if proxied(server) else len(bodies))
 
 
 def test_bodies_with_much_structure_are_refused_soon(server: Served) -> None:
     before = charged(server)
     with unharmed(server):
-        for path, body, limit in ALLOWED:
+        for path, body, limit in allowed():
             answer = post(server, path, body)
             assert (answer.status, limit in answer.message) == (400, True), answer.message
             assert answer.size < 4096
-    assert charged(server) == before + len(ALLOWED)
+    assert charged(server) == before + len(allowed())
 
 
 def test_the_same_from_many_connections(unlimited: Served) -> None:
     """The key's share of the memory for bodies has room for four; others are refused with this reason."""
     with unharmed(unlimited), ThreadPoolExecutor(8) as pool:
-        path, body, _ = ALLOWED[6]
+        path, body, _ = allowed()[6]
         answers = list(pool.map(lambda _: post(unlimited, path, body), range(32)))
     assert {answer.status for answer in answers} <= {400, 429}
     assert sum(answer.status == 400 for answer in answers) >= 4

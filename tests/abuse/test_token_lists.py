@@ -20,7 +20,7 @@ VOCABULARY = 4096
 
 @pytest.fixture(scope="module")
 def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(tmp_path_factory.mktemp("keys")) as server:
+    with serve(tmp_path_factory.mktemp("keys"), "--no-profile") as server:
         assert post(server, COMPLETIONS, body(1)).status == 200
         yield server
 

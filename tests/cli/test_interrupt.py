@@ -81,8 +81,8 @@ def test_streams_go_on_and_then_end_properly(server: Served, number: signal.Sign
         server.press_ctrl_c()
     else:
         server.process.send_signal(number)
-    time.sleep(0.5)
-    refused = complete(server.url)
+    while (refused := complete(server.url)).status_code == 200:  # the gateways have not been told
+        time.sleep(0.02)
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, "2")
     before = [len(stream.events) for stream in streams[:2]]
     for stream in streams:
@@ -109,10 +109,10 @@ def test_a_second_ctrl_c_ends_everything_at_once(server: Served) -> None:
     stream.flow()
     processes = pids(server)
     server.press_ctrl_c()
-    time.sleep(0.3)
-    began = time.monotonic()
+    server.wait_for_line("stopping")  # two signals that come before the first is handled are one
+    began, cores = time.monotonic(), FreeCores()
     assert server.interrupt() == 130
-    assert time.monotonic() - began < 2.0
+    assert (time.monotonic() - began) * cores.share() < 2.0
     stream.join(5)
     assert not stream.is_alive()
     assert stream.broken is not None
@@ -128,10 +128,10 @@ def test_ctrl_c_while_services_start_leaves_no_traceback(seconds: float) -> None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(seconds)
-    began = time.monotonic()
+    began, cores = time.monotonic(), FreeCores()
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 0, output
-    assert time.monotonic() - began < 8.0
+    assert (time.monotonic() - began) * cores.share() < 8.0
     assert "Traceback" not in output
     assert not any(alive(pid) for pid in started)

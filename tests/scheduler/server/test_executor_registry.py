@@ -50,7 +50,7 @@ async def test_requests_are_served_and_blocks_come_back(tmp_path: Path) -> None:
         assert await stack.generate([1, 2, 3]) == first
         (handle,) = stack.executors
         assert handle.view.load == 0
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while handle.scheduler.kv.num_available != 64:
                 await asyncio.sleep(0.01)
 
@@ -163,7 +163,7 @@ async def test_executors_that_come_and_go_do_not_make_a_request_wait_longer(tmp_
             await stack.ready(0)
         with pytest.raises(FailedPromptError):
             await waiting
-        assert monotonic() - began < 5
+        assert monotonic() - began < 20
 
 
 async def test_a_sender_that_never_ends_leaves_time_for_the_others(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ async def test_what_is_known_of_an_executor_goes_with_it(tmp_path: Path) -> None
             before = num_nodes()
         try:
             await stack.ready(0)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while known() is not None:
                     await asyncio.sleep(0.01)
             assert num_nodes() <= before - of_it
@@ -307,7 +307,7 @@ async def test_garbage_and_stale_epochs_are_dropped_and_counted(tmp_path: Path) 
         await raw.send(StepResult(welcome.epoch - 1, 1))
         await raw.send(Heartbeat(welcome.epoch))
         await raw.receive()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while stack.dropped("stale_epoch") < 1:
                 await asyncio.sleep(0.01)
         assert stack.dropped("undecodable") == 3
@@ -367,7 +367,7 @@ async def test_an_executor_on_another_connection_is_the_same_and_serves_blocks_a
             await raw.send(offer)
             assert isinstance(await raw.receive(), Welcome)
         await stack.ready(1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(stack.executors) != 1:
                 await asyncio.sleep(0.01)
         (handle,) = stack.executors

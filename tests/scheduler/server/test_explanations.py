@@ -240,8 +240,8 @@ async def test_the_time_that_a_reset_of_its_executor_took(tmp_path: Path) -> Non
         raw.close()
     (reset,) = told["resets"]
     assert reset["executor_id"] == "raw"
-    assert 0.3 <= reset["seconds"] < 5.0
-    assert sum(told["waits"].values()) < 0.15, "it ran, or was computed again"
+    assert 0.3 <= reset["seconds"] < 20.0
+    assert sum(told["waits"].values()) < 0.2, "it ran, or was computed again"
     assert "the executor raw was reset after an error and lost all KV" in text(told)
     assert "its first step after that came back" in text(told)
 

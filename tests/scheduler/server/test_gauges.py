@@ -26,7 +26,7 @@ async def test_each_executor_has_its_gauges_while_it_is_there(tmp_path: Path) ->
         async with executor(tmp_path, "busy", step_seconds=0.05):
             await stack.ready(1)
             serving = [asyncio.create_task(stack.generate([number, 2, 3, 4], 30)) for number in range(6)]
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while gauge(stack, "requests_running", "busy") < 4:
                     await asyncio.sleep(0.01)
             async with executor(tmp_path, "idle"):

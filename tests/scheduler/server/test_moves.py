@@ -34,7 +34,7 @@ async def test_a_connection_that_breaks_is_noticed_before_heartbeats_are_missed(
         began = monotonic()
         raw.close()
         await stack.ready(0)
-        assert monotonic() - began < 5.0
+        assert monotonic() - began < 15.0
         async with executor(tmp_path):
             assert len(await moving) == 8
         assert stack.metrics.request_moves("lost")._value.get() == 1
