@@ -59,8 +59,9 @@ class ReasoningFormat:
     ended_by: tuple[str, ...] = ()
 
 
-def _tagged(tags: Tags, opening: str, closing: str, group: tuple[str, str] | None) -> ToolFormat:
-    return ToolFormat(TaggedCall(tags), opening, closing, group, tags.inner)
+def _tagged(tags: Tags, opening: str, closing: str, group: tuple[str, str] | None, *tokens: str) -> ToolFormat:
+    """Return a format whose parameters have tags. ``tokens``: special tokens that are parts of delimiters."""
+    return ToolFormat(TaggedCall(tags), opening, closing, group, (*tags.inner, *tokens))
 
 
 _THINK = ReasoningFormat("<think>", "</think>")
@@ -88,6 +89,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         "<\uff5cDSML\uff5cinvoke name=",
         "</\uff5cDSML\uff5cinvoke>",
         ("<\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5cfunction_calls>"),
+        "\uff5cDSML\uff5c",
     ),
     "gemma4": ToolFormat(gemma_call, _GEMMA_CALL, "<tool_call|>", inner=(QUOTE,)),
     "glm45": _GLM,

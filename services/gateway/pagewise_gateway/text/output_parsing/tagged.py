@@ -45,7 +45,7 @@ class Tags:
     @property
     def inner(self) -> tuple[str, ...]:
         """The tags inside of a call."""
-        return tuple(filter(None, (self.key, self.key_end, self.value, self.value_end)))
+        return (self.key, self.value_end) if self.in_attribute else (self.key, self.key_end, self.value, self.value_end)
 
     @property
     def in_attribute(self) -> bool:
