@@ -334,10 +334,12 @@ def _model(request: web.Request, adapter: Adapter | None) -> responses.Model:
     """Describe an adapter, or the model. Only operators learn their folders."""
     service, operator = request.app[Service.KEY], request[CLIENT].operator
     limits, longest = service.limits, _max_model_len(service)
+    parsers = service.formats.tool_parser, service.formats.reasoning_parser
     if adapter is None:
-        return responses.Model(limits.model_name, _STARTED, longest, limits.root if operator else limits.model_name)
+        root = limits.root if operator else limits.model_name
+        return responses.Model(limits.model_name, _STARTED, longest, root, *parsers)
     root = adapter.path if operator else adapter.name
-    return responses.Model(adapter.name, adapter.created, longest, root, limits.model_name)
+    return responses.Model(adapter.name, adapter.created, longest, root, *parsers, limits.model_name)
 
 
 def _max_model_len(service: Service) -> int | None:

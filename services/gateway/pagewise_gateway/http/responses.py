@@ -180,13 +180,16 @@ class Model(Struct):
     """A model that is served, or an adapter of it.
 
     ``max_model_len``: null until an executor has joined. ``root``: for operators its folder or hub id, for others its
-    name. ``parent``: of an adapter, the name of the model.
+    name. ``parent``: of an adapter, the name of the model. ``tool_call_parser``, ``reasoning_parser``: the formats of
+    tool calls and reasoning; null: none is known, or they are not parsed.
     """
 
     id: str
     created: int
     max_model_len: int | None
     root: str
+    tool_call_parser: str | None
+    reasoning_parser: str | None
     parent: str | None = None
     object: Literal["model"] = "model"
     owned_by: str = "pagewise"
