@@ -143,8 +143,8 @@ QWEN_CODER = [
         "what is not JSON",
         "qwen3_coder",
         None,
-        qwen("get_weather", days="three", tags="{'a': 1}"),
-        calls=(("get_weather", '{"days": "three", "tags": "{\'a\': 1}"}'),),
+        qwen("get_weather", days="three", tags="{'a': [True, None, (1, 'b')]}"),
+        calls=(("get_weather", '{"days": "three", "tags": {"a": [true, null, [1, "b"]]}}'),),
     ),
     Transcript(
         "truncated text",

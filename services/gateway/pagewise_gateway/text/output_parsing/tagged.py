@@ -4,14 +4,18 @@ GLM writes the name of a parameter between tags of its own, other models write i
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from pagewise_gateway.text.output_parsing.deltas import Tools
 from pagewise_gateway.text.output_parsing.json_calls import NAME
+from pagewise_gateway.text.output_parsing.pythonic import python_value
 from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError
 from pagewise_gateway.text.output_parsing.scanning import JsonValue, as_json, begun, is_json
+
+log = logging.getLogger(__name__)
 
 _BARE_NAME = re.compile(rf"\s*(?P<name>{NAME})?\s*")
 _QUOTED_NAME = re.compile(rf"""\s*(?P<quote>["']?)(?P<name>{NAME})?(?:(?P=quote)\s*)?""")
@@ -20,6 +24,8 @@ _ATTRIBUTES = re.compile(
 )
 _MOST_NAME = 512
 """Characters of a name with the space around it. A longer text is no call."""
+_MOST_PYTHON = 65_536
+"""Characters of a value that Python parses. A longer one has to be JSON."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -194,7 +200,20 @@ def _as_json(text: str, types: frozenset[str]) -> str:
         value = json.loads(text)
         written = as_json(value)
     except (ValueError, RecursionError):  # no JSON, nested too deeply, or a number that is too long for Python
-        return as_json(text) if is_text or not is_json(text) else text.strip()
+        if not is_text and is_json(text):
+            return text.strip()
+        return _python_as_json(text) if types and not is_text else as_json(text)
     if is_text and not isinstance(value, str) and not (value is None and "null" in types):
         return as_json(text)
     return written
+
+
+def _python_as_json(text: str) -> str:
+    """Return a value that is no text as JSON. Models write some as Python does, such as ``True`` and ``{'a': 1}``."""
+    if len(text) <= _MOST_PYTHON:
+        try:
+            value = python_value(text.strip())
+            return as_json(text if isinstance(value, str) else value)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            log.debug("the value of a parameter is neither JSON nor Python", exc_info=True)
+    return as_json(text)
