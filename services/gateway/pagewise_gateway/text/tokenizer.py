@@ -44,6 +44,8 @@ _TOOL_CALL_TOKENS = (
     "<|call|>",  # gpt-oss
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",  # DeepSeek
     "<|tool_calls_section_begin|>",  # Kimi
+    "<|tool_call>",  # Gemma 4
+    "<minimax:tool_call>",  # MiniMax
     "<|tool_call|>",  # Granite, Phi
     "<|START_ACTION|>",  # Command
     "<|action_start|>",  # InternLM
