@@ -40,9 +40,40 @@ ConsoleShowsText = Annotated[
     ),
 ]
 ToolCallParser = Literal[
-    "deepseek_v3", "deepseek_v31", "glm45", "hermes", "llama3_json", "mistral", "openai", "pythonic"
+    "auto",
+    "none",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "minimax_m2",
+    "mistral",
+    "nemotron_json",
+    "openai",
+    "pythonic",
+    "qwen3_coder",
+    "qwen3_xml",
 ]
-ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3"]
+ReasoningParser = Literal[
+    "auto",
+    "none",
+    "deepseek_r1",
+    "deepseek_v3",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "nemotron_v3",
+    "openai_gptoss",
+    "qwen3",
+]
 DEFAULT_NUM_SEQS, DEFAULT_BATCHED_TOKENS = 256, 2048
 """The limits of a step that neither an option nor an executor's device sets."""
 
@@ -215,12 +246,21 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     enable_auto_tool_choice: Annotated[
         bool,
         _help(
-            "let the model decide whether it calls a tool; needs --tool-call-parser",
+            "let the model decide whether it calls a tool",
             more="[tools.md](tools.md) describes tools and reasoning.",
         ),
-    ] = False
-    tool_call_parser: Annotated[ToolCallParser | None, _help("format in which the model writes tool calls")] = None
-    reasoning_parser: Annotated[ReasoningParser | None, _help("format in which the model writes its reasoning")] = None
+    ] = True
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        _help(
+            "format in which the model writes tool calls; auto: the one that its chat template or its family shows",
+            more="The log and `/v1/models` name the format that was found.",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        _help("format in which the model writes its reasoning; auto: the one that its chat template shows"),
+    ] = "auto"
     reasoning_config: Annotated[
         str | None,
         _help(

@@ -109,7 +109,7 @@ async def test_where_the_format_is_not_known_budgets_are_refused_but_for_message
 ) -> None:
     plain = Tokenizer(byte_level_backend(), eos_token_ids=frozenset({0}), chat_template=TEMPLATE)
     for tokenizer, options, reason in (
-        (TOKENIZER, {}, "--reasoning-parser is not set"),
+        (TOKENIZER, {}, "--reasoning-parser names it"),
         (plain, {"reasoning_parser": "qwen3"}, "this model has no token for </think>"),
     ):
         caplog.clear()

@@ -305,13 +305,71 @@ async def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> Non
         assert server.scheduler.submits == []
 
 
-async def test_auto_needs_its_options() -> None:
-    async with serving(tokenizer=TOKENIZER, tool_call_parser="hermes") as server:
-        with pytest.raises(openai.BadRequestError, match="requires --enable-auto-tool-choice and --tool-call-parser"):
-            await whole(server, messages=MESSAGES, tools=TOOLS)
-    with pytest.raises(ConfigError, match="requires --tool-call-parser"):
-        async with serving(enable_auto_tool_choice=True):
-            pass
+async def parsers(server: Server) -> tuple[object, object]:
+    """The formats that ``/v1/models`` names."""
+    _, answer = await server.get("/v1/models")
+    (model,) = answer["data"]  # type: ignore[misc]
+    return model["tool_call_parser"], model["reasoning_parser"]
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_without_options_the_format_is_that_of_the_template(ask: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pagewise_gateway.http.conversation")
+    async with serving(FakeScheduler(replies=[reply(f"Ja.{CALLS}")]), tokenizer=TOKENIZER) as server:
+        assert await parsers(server) == ("hermes", None)
+        answer = await ask(server, messages=MESSAGES, tools=TOOLS)
+    assert "parser of tool calls: hermes, the chat template writes calls in it" in caplog.messages
+    message = answer.choices[0].message
+    assert (message.content, [call.function.arguments for call in message.tool_calls]) == ("Ja.", [ARGUMENTS, "{}"])
+
+
+async def test_tools_need_a_format_that_is_known() -> None:
+    unknown = "is not known: the chat template writes no calls, or in no format that is known here.*--tool-call-parser"
+    for tokenizer, options, reason in (
+        (None, {}, unknown),
+        (None, {"enable_auto_tool_choice": True}, unknown),
+        (TOKENIZER, {"tool_call_parser": "none"}, "is not known: as --tool-call-parser says"),
+        (TOKENIZER, {"enable_auto_tool_choice": False}, "--no-enable-auto-tool-choice is set"),
+    ):
+        served = {} if tokenizer is None else {"tokenizer": tokenizer}
+        async with serving(FakeScheduler(replies=[reply("Ja.")] * 2), **served, **options) as server:
+            assert await parsers(server) == (
+                "hermes" if "enable_auto_tool_choice" in options and served else None,
+                None,
+            )
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await whole(server, messages=MESSAGES, tools=TOOLS)
+            await whole(server, messages=MESSAGES, tools=TOOLS, tool_choice="none")
+
+
+KIMI = (
+    "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}<|tool_calls_section_begin|>"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>"
+    "<|tool_calls_section_end|>{% endfor %}{% endfor %}{{ tools | tojson }}"
+)
+
+
+async def test_ids_that_the_model_writes_are_those_of_the_calls() -> None:
+    tokenizer = Tokenizer(byte_level_backend(SPECIAL), eos_token_ids=frozenset({0}), chat_template=KIMI)
+    text = '<|tool_call_begin|>functions.get_time:3<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    text = f"<|tool_calls_section_begin|>{text}<|tool_calls_section_end|>"
+    async with serving(FakeScheduler(replies=[reply(text)] * 4), tokenizer=tokenizer) as server:
+        for ask in (whole, streamed):
+            answer = await ask(server, messages=MESSAGES, tools=TOOLS)
+            (call,) = answer.choices[0].message.tool_calls or ()
+            assert (call.id, call.type) == ("functions.get_time:3", "function")
+        function = {"type": "function", "name": "get_time", "parameters": {}}
+        _, response = await server.post("/v1/responses", {"model": MODEL, "input": "a", "tools": [function]})
+        (item,) = response["output"]  # type: ignore[misc]
+        assert (item["call_id"], item["arguments"]) == ("functions.get_time:3", '{"a": 1}')
+        tool = {"name": "get_time", "input_schema": {"type": "object"}}
+        body = {"model": MODEL, "max_tokens": 400, "messages": MESSAGES, "tools": [tool]}
+        _, message = await server.post("/v1/messages", body)
+        (block,) = message["content"]  # type: ignore[misc]
+        assert (block["id"], block["input"]) == ("functions.get_time:3", {"a": 1})
+
+
+async def test_default_variables_that_are_wrong() -> None:
     for kwargs in ("[1]", "{", json.dumps(DEEP)):
         with pytest.raises(ConfigError, match="--default-chat-template-kwargs"):
             async with serving(default_chat_template_kwargs=kwargs):

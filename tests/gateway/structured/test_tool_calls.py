@@ -35,7 +35,14 @@ SCHEMA = {
 FUNCTIONS = [Function("get_weather", SCHEMA), Function("get_time", None)]
 TOOLS = Tools({"get_weather": SCHEMA, "get_time": None})
 NAMES = sorted(TOOL_FORMATS)
-REASONING = {"openai": "openai_gptoss", "deepseek_v3": "deepseek_r1", "mistral": "mistral"}
+REASONING = {
+    "openai": "openai_gptoss",
+    "deepseek_v3": "deepseek_r1",
+    "gemma4": "gemma4",
+    "kimi_k2": "kimi_k2",
+    "minimax_m2": "minimax_m2",
+    "mistral": "mistral",
+}
 """The parsers of reasoning for some parsers of calls; qwen3 belongs to the others."""
 
 
@@ -95,22 +102,85 @@ def parsed(name: str, text: str, start: Start = "main") -> ParsedMessage:
 CITY = '{"city": "K\u00f6ln </b> [x]", "unit": "C"}'
 _DEEPSEEK = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 _CALL, _SEP, _END = (f"<\uff5ctool\u2581{part}\uff5c>" for part in ("call\u2581begin", "sep", "call\u2581end"))
-_GLM = (
-    "<arg_key>city</arg_key>\n<arg_value>K\u00f6ln </b> [x]</arg_value>\n"
-    "<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
-)
-# A model's text before a call, the call's arguments, the text behind it; between calls, and around all of them.
-WRITTEN: dict[str, tuple[str, str, str, str, str, str]] = {
-    "deepseek_v3": (f"{_CALL}function{_SEP}NAME\n```json\n", CITY, f"\n```{_END}", "\n", *_DEEPSEEK),
-    "deepseek_v31": (f"{_CALL}NAME{_SEP}", CITY, _END, "", *_DEEPSEEK),
-    "glm45": ("<tool_call>NAME\n", _GLM, "</tool_call>", "\n", "", ""),
-    "hermes": ('<tool_call>\n{"name": "NAME", "arguments": ', CITY, "}\n</tool_call>", "\n", "", ""),
-    "llama3_json": ('{"name": "NAME", "parameters": ', CITY, "}", "; ", "", ""),
-    "mistral": ("[TOOL_CALLS]NAME[ARGS]", CITY, "", "", "", ""),
-    "openai": ("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", CITY, "", "", "", ""),
-    "pythonic": ("NAME(", 'city="K\u00f6ln </b> [x]", unit="C"', ")", ", ", "[", "]"),
+_DSML = "\uff5cDSML\uff5c"
+PAIRS = {
+    "deepseek_v32": f'<{_DSML}parameter name="KEY" string="true">VALUE</{_DSML}parameter>\n',
+    "glm45": "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+    "glm47": "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
+    "minimax_m2": '<parameter name="KEY">VALUE</parameter>\n',
+    "qwen3_coder": "<parameter=KEY>\nVALUE\n</parameter>\n",
+    "qwen3_xml": "<parameter=KEY>\nVALUE\n</parameter>\n",
 }
-_OF_LISTS = ('{"name": "NAME", "arguments": ', CITY, "}", ", ", "[TOOL_CALLS][", "]")
+"""Parameters in the formats in which they have tags."""
+KINDS = {"pythonic": "python", "gemma4": "gemma"} | dict.fromkeys(PAIRS, "pairs")
+"""The formats of arguments that are no JSON."""
+
+
+def arguments_of(name: str, values: dict[str, Any]) -> str:
+    """Arguments as a model writes them."""
+    kind = KINDS.get(name)
+    if kind == "pairs":
+        return "".join(
+            PAIRS[name]
+            .replace("KEY", key)
+            .replace("VALUE", value if isinstance(value, str) else json.dumps(value))
+            .replace('string="true"', f'string="{json.dumps(isinstance(value, str))}"')
+            for key, value in values.items()
+        )
+    if kind == "python":
+        return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
+    if kind == "gemma":
+        return gemma(values)[1:-1]
+    return json.dumps(values, ensure_ascii=False)
+
+
+def gemma(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{gemma(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(gemma, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+
+_CODER = ("<function=NAME>\n", "</function>", "\n</tool_call>\n<tool_call>\n", "<tool_call>\n", "\n</tool_call>")
+# A model's text before a call, and behind it; between calls, and around all of them.
+WRITTEN: dict[str, tuple[str, str, str, str, str]] = {
+    "deepseek_v3": (f"{_CALL}function{_SEP}NAME\n```json\n", f"\n```{_END}", "\n", *_DEEPSEEK),
+    "deepseek_v31": (f"{_CALL}NAME{_SEP}", _END, "", *_DEEPSEEK),
+    "deepseek_v32": (
+        f'<{_DSML}invoke name="NAME">\n',
+        f"</{_DSML}invoke>",
+        "\n",
+        f"<{_DSML}function_calls>\n",
+        f"\n</{_DSML}function_calls>",
+    ),
+    "gemma4": ("<|tool_call>call:NAME{", "}<tool_call|>", "", "", ""),
+    "glm45": ("<tool_call>NAME\n", "</tool_call>", "\n", "", ""),
+    "glm47": ("<tool_call>NAME", "</tool_call>", "", "", ""),
+    "hermes": ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n", "", ""),
+    "kimi_k2": (
+        "<|tool_call_begin|>functions.NAME:12<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "llama3_json": ('{"name": "NAME", "parameters": ', "}", "; ", "", ""),
+    "minimax_m2": (
+        '<invoke name="NAME">\n',
+        "</invoke>",
+        "\n",
+        "<minimax:tool_call>\n",
+        "\n</minimax:tool_call>",
+    ),
+    "mistral": ("[TOOL_CALLS]NAME[ARGS]", "", "", "", ""),
+    "nemotron_json": ('{"name": "NAME", "arguments": ', "}", ", ", "<TOOLCALL>[", "]</TOOLCALL>"),
+    "openai": ("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", "", "", ""),
+    "pythonic": ("NAME(", ")", ", ", "[", "]"),
+    "qwen3_coder": _CODER,
+    "qwen3_xml": _CODER,
+}
+_OF_LISTS = ('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]")
 """The texts of Mistral's models that have no token before arguments."""
 BOTH = pytest.mark.parametrize("special", [True, False], ids=["special", "text"])
 EACH = pytest.mark.parametrize("name", NAMES)
@@ -119,10 +189,10 @@ EACH = pytest.mark.parametrize("name", NAMES)
 def call(name: str, special: bool, *functions: str, arguments: str | None = None) -> str:
     """A model's text that calls these functions, the first with arguments and the others without."""
     parts = _OF_LISTS if name == "mistral" and not special else WRITTEN[name]
-    before, given, after, between, opening, closing = parts
-    nothing = "" if name in ("glm45", "pythonic") else "{}"
+    before, after, between, opening, closing = parts
+    given, nothing = arguments_of(name, json.loads(CITY)) if arguments is None else arguments, arguments_of(name, {})
     calls = [
-        before.replace("NAME", function) + ((arguments or given) if not number else nothing) + after
+        before.replace("NAME", function) + (given if not number else nothing) + after
         for number, function in enumerate(functions)
     ]
     return opening + between.join(calls) + closing
@@ -131,7 +201,8 @@ def call(name: str, special: bool, *functions: str, arguments: str | None = None
 def thought(name: str) -> str:
     if name == "openai":
         return "<|channel|>analysis<|message|>hm <b> hm<|end|><|start|>assistant"
-    opening, closing = ("[THINK]", "[/THINK]") if name == "mistral" else ("<think>", "</think>")
+    others = {"mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>thought", "<channel|>")}
+    opening, closing = others.get(name, ("<think>", "</think>"))
     return f"{opening}\nhm <b> hm\n{closing}\n\n"
 
 
@@ -167,10 +238,7 @@ def test_several_calls_where_they_may_be(name: str, special: bool) -> None:
 @BOTH
 @EACH
 def test_arguments_follow_the_schema(name: str, special: bool) -> None:
-    wrong = {
-        "glm45": "<arg_key>unit</arg_key>\n<arg_value>K</arg_value>\n",
-        "pythonic": 'city="a", unit="K"',
-    }.get(name, '{"city": "a", "unit": "K"}')
+    wrong = arguments_of(name, {"city": "a", "unit": "K"})
     text = call(name, special, "get_weather", arguments=wrong)
     assert not allows(grammar(name, special), text, special)
     # A call that need not be made follows the schema if it is strict.
@@ -195,6 +263,23 @@ def test_calls_that_may_be_made(name: str, special: bool) -> None:
         text = f"Hello <b>.\n{call(name, special, 'get_weather', 'get_time')}"
         assert allows(free, text, special)
         assert [each.name for each in parsed(name, text).calls] == ["get_weather", "get_time"]
+
+
+def test_a_special_token_may_be_a_part_of_delimiters() -> None:
+    """As in DeepSeek V3.2. Then the other parts of delimiters may be in strings."""
+    found = byte_level_backend(("<|eos|>", _DSML))
+    ids, tokenizer = {_DSML: found.token_to_id(_DSML)}, LLTokenizer(found.to_str(), eos_token=0)
+    value = "</b> </p"
+    text = call(
+        "deepseek_v32", False, "get_weather", arguments=arguments_of("deepseek_v32", {"city": value, "unit": "C"})
+    )
+    strict = [Function("get_weather", SCHEMA, True), FUNCTIONS[1]]
+    for required, output in ((True, text), (False, text), (False, f"a <b {text}"), (False, "a <b")):
+        made = tool_call_grammar("deepseek_v32", output_format("deepseek_v32"), strict, ids, required=required)
+        matching, tokens = LLMatcher(tokenizer, made), found.encode(output, add_special_tokens=False).ids
+        assert matching.try_consume_tokens(tokens) == len(tokens), (matching.get_error(), made)
+        assert matching.is_accepting()
+    assert json.loads(parsed("deepseek_v32", text).calls[0].arguments) == {"city": value, "unit": "C"}
 
 
 @BOTH
@@ -236,21 +321,20 @@ PYDANTIC: dict[str, Any] = {
 
 
 @BOTH
-def test_schemas_of_functions_that_are_not_strict(special: bool) -> None:
+@pytest.mark.parametrize("name", [*PAIRS, "gemma4"])
+def test_schemas_of_functions_that_are_not_strict(name: str, special: bool) -> None:
     """As pydantic and zod write them. The model may ignore the formats of strings."""
-    made = grammar("glm45", special, functions=[Function("get_weather", PYDANTIC)])
+    made = grammar(name, special, functions=[Function("get_weather", PYDANTIC)])
     tools = Tools({"get_weather": PYDANTIC})
-    for unit, mode, fits in (("C", "b", True), ("null", "null", True), ("K", "b", False), ("C", "c", False)):
+    for unit, mode, fits in (("C", "b", True), (None, None, True), ("K", "b", False), ("C", "c", False)):
         values = {"unit": unit, "mode": mode, "day": "2026-01-01", "name": "x"}
-        pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
-        text = call("glm45", special, "get_weather", arguments=pairs)
+        text = call(name, special, "get_weather", arguments=arguments_of(name, values))
         assert allows(made, text, special) == fits
-        parser = MessageParser(output_format("glm45"), "main", tools)
+        parser = MessageParser(output_format(name), "main", tools)
         (found,) = joined([*parser.push(text), *parser.finish()]).calls
-        expected = {key: None if value == "null" else value for key, value in values.items()}
-        assert json.loads(found.arguments) == expected
+        assert json.loads(found.arguments) == values
     with pytest.raises(UnsupportedSchemaError, match="minProperties in"):
-        grammar("glm45", special, functions=[Function("get_weather", PYDANTIC, True)])
+        grammar(name, special, functions=[Function("get_weather", PYDANTIC, True)])
 
 
 FOLLOWED = {
@@ -270,20 +354,61 @@ FOLLOWED = {
 
 
 @BOTH
-def test_keywords_that_are_followed_or_say_nothing(special: bool) -> None:
-    for name, good, bad in [
-        (
-            "glm45",
-            "<arg_key>a</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n",
-            "<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n",
-        ),
-        ("pythonic", 'a=null, n=3, t="x", any=[1]', "n=1"),
+@pytest.mark.parametrize("name", KINDS)
+def test_keywords_that_are_followed_or_say_nothing(name: str, special: bool) -> None:
+    made = grammar(name, special, functions=[Function("get_weather", FOLLOWED)])
+    for values, fits in [
+        ({"a": "x y", "n": 3, "t": "x", "any": [1]}, True),
+        ({"a": None, "n": 3}, True),
+        ({"n": 1}, False),
+        ({"n": 3, "t": "y"}, False),
+        ({"n": 3, "no": 1}, False),
+        ({"a": "x"}, False),
     ]:
-        made = grammar(name, special, functions=[Function("get_weather", FOLLOWED)])
-        assert allows(made, call(name, special, "get_weather", arguments=good), special)
-        assert not allows(made, call(name, special, "get_weather", arguments=bad), special)
-        nothing = "<arg_key>no</arg_key>\n<arg_value>1</arg_value>\n" if name == "glm45" else "n=3, no=1"
-        assert not allows(made, call(name, special, "get_weather", arguments=nothing), special)
+        text = call(name, special, "get_weather", arguments=arguments_of(name, values))
+        assert allows(made, text, special) == fits, values
+
+
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "place": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "at": {"$ref": "#/$defs/point"}, "a b": {"type": "null"}},
+            "required": ["city"],
+        },
+        "tags": {"type": "array", "items": {"enum": ["a", 1, [True, "b"]]}, "minItems": 1, "maxItems": 2},
+        "tree": {"$ref": "#/$defs/tree"},
+        "any": {},
+    },
+    "$defs": {
+        "point": {"type": ["array", "null"], "items": {"type": "number"}},
+        "tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+    },
+}
+
+
+@BOTH
+def test_nested_values_of_gemma(special: bool) -> None:
+    made = grammar("gemma4", special, functions=[Function("get_weather", NESTED, True)])
+    for values, fits in [
+        ({"place": {"city": "K\u00f6ln {,}", "at": [1, 2.5]}, "tags": ["a"], "tree": [[], [[]]]}, True),
+        ({"place": {"city": "", "at": None}, "tags": [1, [True, "b"]], "any": {"x": [{"y": None}, "z"]}}, True),
+        ({}, True),
+        ({"place": {"at": []}}, False),
+        ({"place": {"city": 1}}, False),
+        ({"tags": []}, False),
+        ({"tags": ["a", "a", "a"]}, False),
+        ({"tags": ["c"]}, False),
+        ({"tree": [1]}, False),
+        ({"other": 1}, False),
+    ]:
+        text = call("gemma4", special, "get_weather", arguments=arguments_of("gemma4", values))
+        assert allows(made, text, special) == fits, values
+        assert json.loads(parsed("gemma4", text).calls[0].arguments) == values
+    for schema in ({"type": "string", "pattern": "a"}, {"not": {}}, {"type": "array", "uniqueItems": True}):
+        with pytest.raises(UnsupportedSchemaError, match="cannot be followed in the format of this model"):
+            grammar("gemma4", special, functions=[Function("f", {"properties": {"a": schema}}, True)])
 
 
 @BOTH
@@ -292,10 +417,8 @@ def test_functions_beside_strict_ones_have_any_arguments(name: str, special: boo
     if name == "openai":
         pytest.skip("gpt-oss makes one call at a time")
     functions = [Function("get_weather", SCHEMA), Function("get_time", None, True)]
-    wrong = {
-        "glm45": "<arg_key>unit</arg_key>\n<arg_value>K</arg_value>\n<arg_key>x y</arg_key>\n<arg_value></arg_value>\n",
-        "pythonic": 'unit="K", x=[1]',
-    }.get(name, '{"unit": "K", "x": 1}')
+    named = "x y" if name in PAIRS else "x"
+    wrong = arguments_of(name, {"unit": "K", named: [1, {"a": "b"}]})
     made = grammar(name, special, required=False, functions=functions)
     text = call(name, special, "get_weather", arguments=wrong)
     assert allows(made, text, special)
@@ -343,15 +466,10 @@ def test_an_answer_of_strict_functions_has_no_calls_that_the_grammar_does_not_kn
 @EACH
 def test_calls_may_have_delimiters_inside_of_strings(name: str, special: bool) -> None:
     """The parser reads every text that the grammar allows. Special tokens are in no string."""
-    delimiters = [text for text in output_format(name).delimiters if text != "</arg_value>"]
+    ends = {"</arg_value>", "</parameter>", f"</{_DSML}parameter>", '<|"|>'}  # of strings without quotes
+    delimiters = [text for text in output_format(name).delimiters if name not in KINDS or text not in ends]
     value = f"a {' '.join(delimiters)} b"
-    arguments = (
-        f"<arg_key>city</arg_key>\n<arg_value>{value}</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
-        if name == "glm45"
-        else f'city="{value}", unit="C"'
-        if name == "pythonic"
-        else json.dumps({"city": value, "unit": "C"}, ensure_ascii=False)
-    )
+    arguments = arguments_of(name, {"city": value, "unit": "C"})
     text = call(name, special, "get_weather", arguments=arguments)
     if not special_tokens(special).keys() & delimiters:
         assert allows(grammar(name, special), text, special)

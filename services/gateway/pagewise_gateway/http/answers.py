@@ -34,6 +34,7 @@ from pagewise_gateway.http.responses import (
     Usage,
 )
 from pagewise_gateway.http.schema import ChatRequest, GenerationFields
+from pagewise_gateway.http.tools_schema import MAX_ID_LENGTH
 from pagewise_gateway.http.writing import DONE, EventWriter, SilenceWatch, encode, event, known_error, note_blocked
 from pagewise_gateway.scheduler_client import LiveRequest
 from pagewise_gateway.text.output_parsing import MessageParser, Start, make_plain
@@ -330,8 +331,10 @@ class ChatRun:
             return make_plain()
         return self.parsing.parser(self.start, self.continues)
 
-    def new_id(self) -> str:
-        """Return an id for a tool call."""
+    def call_id(self, written: str) -> str:
+        """Return the id of a tool call. ``written``: the model's; empty: it wrote none."""
+        if 0 < len(written) <= MAX_ID_LENGTH:  # templates write it again, as the model has learnt it
+            return written
         if self.parsing is not None and (length := self.parsing.format.tools.id_length):
             return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
         return f"call_{secrets.token_hex(12)}"

@@ -341,11 +341,12 @@ def _model(request: web.Request, adapter: Adapter | None) -> responses.Model:
     """Describe an adapter, or the model. Only operators learn their folders."""
     service, operator = request.app[Service.KEY], request[CLIENT].operator
     limits, longest, defaults = service.limits, _max_model_len(service), service.generation.defaults
+    shown = defaults, service.formats.tool_parser, service.formats.reasoning_parser
     if adapter is None:
         root = limits.root if operator else limits.model_name
-        return responses.Model(limits.model_name, _STARTED, longest, root, defaults)
+        return responses.Model(limits.model_name, _STARTED, longest, root, *shown)
     root = adapter.path if operator else adapter.name
-    return responses.Model(adapter.name, adapter.created, longest, root, defaults, limits.model_name)
+    return responses.Model(adapter.name, adapter.created, longest, root, *shown, limits.model_name)
 
 
 def _max_model_len(service: Service) -> int | None:

@@ -141,7 +141,7 @@ class ParsedAnswer(ChatAnswer):
         )
         if parsed.calls:
             message.tool_calls = [
-                responses.ToolCall(self._run.new_id(), responses.FunctionCall(call.name, call.arguments))
+                responses.ToolCall(self._run.call_id(call.id), responses.FunctionCall(call.name, call.arguments))
                 for call in parsed.calls
             ]
         return message, finish_reason(delta, parser)
@@ -177,7 +177,7 @@ class ParsedAnswer(ChatAnswer):
             output.calls += 1
             output.templates.pop("arguments", None)
             called = responses.FunctionCallDelta(new.text, "")
-            call = responses.ToolCallDelta(output.calls - 1, called, self._run.new_id(), "function")
+            call = responses.ToolCallDelta(output.calls - 1, called, self._run.call_id(new.call_id), "function")
             return event(self._chunk([ChatChunkChoice(index, ChatDelta(tool_calls=[call]))]))
         if new.kind == "reasoning" and not self._reasoning:
             return b""

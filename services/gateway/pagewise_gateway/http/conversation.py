@@ -15,6 +15,7 @@ from pagewise_gateway.http.errors import APIError, InvalidRequestError
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, TokenizeRequest
 from pagewise_gateway.http.thinking import ThinkingBudgets
 from pagewise_gateway.http.tools_schema import NamedToolChoice, Tool
+from pagewise_gateway.structured.model_formats import AUTO, NONE, find_reasoning_parser, find_tool_parser
 from pagewise_gateway.text.output_parsing import MessageParser, OutputFormat, Start, Tools, make_format
 from pagewise_gateway.text.template import RESERVED_NAMES, Dialect
 from pagewise_gateway.text.tokenizer import Tokenizer
@@ -207,6 +208,7 @@ class ChatFormats:
     Fields:
         template_kwargs: default variables of the chat template.
         tool_parser: the name of the format in which the model calls tools; None: it is not known.
+        reasoning_parser: the name of the format of its reasoning; None: it is not known.
         budgets: makes the thinking budgets of requests.
     """
 
@@ -214,18 +216,22 @@ class ChatFormats:
         """Raises:
         ConfigError: the options contradict each other.
         """
-        if config.enable_auto_tool_choice and config.tool_call_parser is None:
-            raise ConfigError("--enable-auto-tool-choice requires --tool-call-parser")
         self.template_kwargs = _template_kwargs(config.default_chat_template_kwargs)
-        self.tool_parser = config.tool_call_parser
+        template = tokenizer.chat_template
+        tools = find_tool_parser(config.tool_call_parser, template, tokenizer.model_type)
+        reasoning = find_reasoning_parser(config.reasoning_parser, tools.name, template)
+        for what, found in (("tool calls", tools), ("reasoning", reasoning)):
+            log.info("parser of %s: %s, %s", what, found.name or "none", found.reason)
+        self.tool_parser, self.reasoning_parser = tools.name, reasoning.name
+        self._reason = tools.reason
         self._warned = False
         self._auto = config.enable_auto_tool_choice
-        self._with_tools = make_format(config.tool_call_parser, config.reasoning_parser)
-        self._without_tools = make_format(None, config.reasoning_parser)
+        self._with_tools = make_format(tools.name, reasoning.name)
+        self._without_tools = make_format(None, reasoning.name)
         self.budgets = ThinkingBudgets(config, self._without_tools, tokenizer)
         self._special_tokens = tokenizer.special_tokens
-        self._writes_tools = tokenizer.chat_template.writes_tools
-        if config.tool_call_parser is not None and not self._writes_tools:
+        self._writes_tools = template.writes_tools
+        if config.tool_call_parser not in (AUTO, NONE) and not self._writes_tools:
             log.warning("the chat template never writes tools, so the model does not see those of requests")
 
     def omits(self, tools: Sequence[Tool] | None) -> bool:
@@ -255,12 +261,14 @@ class ChatFormats:
                 raise InvalidRequestError(f"tool_choice: there is no function {name!r} in tools", "tool_choice")
         if choice == "none":
             return
-        if choice in (None, "auto") and not self._auto:
-            raise InvalidRequestError(
-                '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set', "tool_choice"
-            )
         if self.tool_parser is None:
-            raise InvalidRequestError("tool_choice requires --tool-call-parser to be set", "tool_choice")
+            raise InvalidRequestError(
+                f"the format in which this model calls tools is not known: {self._reason}. The server's option "
+                '--tool-call-parser names it; with tool_choice "none", the model sees tools and calls none',
+                "tools",
+            )
+        if choice in (None, "auto") and not self._auto:
+            raise InvalidRequestError('"auto" tool choice is off: --no-enable-auto-tool-choice is set', "tool_choice")
 
     def parsing(self, body: ChatRequest) -> Parsing | None:
         """Return the options of parsing the outputs of a request; None: outputs are content as they are."""

@@ -80,7 +80,7 @@ class EventAnswer(Answer):
                 text = text.removeprefix("\n")
             self._num_items += 1
             self._open_kind = kind
-            yield from self._open_item(kind, text)
+            yield from self._open_item(kind, new)
         if text and not begins_call:
             yield self._extend(kind, text)
 
@@ -89,8 +89,8 @@ class EventAnswer(Answer):
         """Yield the first events."""
 
     @abstractmethod
-    def _open_item(self, kind: str, name: str) -> Iterator[Event]:
-        """Yield the events of a new item. ``name``: of the function, if it is a call."""
+    def _open_item(self, kind: str, new: Delta) -> Iterator[Event]:
+        """Yield the events of a new item. ``new``: its first piece, or the beginning of the call that it is."""
 
     @abstractmethod
     def _extend(self, kind: str, text: str) -> Event:

@@ -277,10 +277,10 @@ class MessageAnswer(EventAnswer):
         if new.kind != "reasoning" or self._run.body.include_reasoning:
             yield from super()._take(new)
 
-    def _open_item(self, kind: str, name: str) -> Iterator[schema.MessageEvent]:
+    def _open_item(self, kind: str, new: Delta) -> Iterator[schema.MessageEvent]:
         block = schema.OutputBlock(kind, **_EMPTY[kind])  # type: ignore[arg-type]
         if kind == "tool_use":
-            block.id, block.name, block.input = self._run.new_id(), name, {}
+            block.id, block.name, block.input = self._run.call_id(new.call_id), new.text, {}
         if not self._streams:
             self._message.content.append(block)
         self._open, self._text = block, []

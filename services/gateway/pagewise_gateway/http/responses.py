@@ -182,7 +182,8 @@ class Model(Struct):
 
     ``max_model_len``: null until an executor has joined. ``root``: for operators its folder or hub id, for others its
     name. ``parent``: of an adapter, the name of the model. ``sampling_defaults``: of parameters that requests do not
-    give, as ``--generation-config`` says.
+    give, as ``--generation-config`` says. ``tool_call_parser``, ``reasoning_parser``: the formats of tool calls and
+    reasoning; null: none is known, or they are not parsed.
     """
 
     id: str
@@ -190,6 +191,8 @@ class Model(Struct):
     max_model_len: int | None
     root: str
     sampling_defaults: SamplingDefaults
+    tool_call_parser: str | None
+    reasoning_parser: str | None
     parent: str | None = None
     object: Literal["model"] = "model"
     owned_by: str = "pagewise"

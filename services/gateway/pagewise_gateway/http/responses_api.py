@@ -24,7 +24,7 @@ from pagewise_gateway.http.intake import UNCOUNTED_BYTES, Reservation
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.responses_request import FIELD_NAMES, chat_request, drop_other_tools
 from pagewise_gateway.http.writing import encode
-from pagewise_gateway.text.output_parsing.deltas import DeltaKind
+from pagewise_gateway.text.output_parsing.deltas import Delta, DeltaKind
 
 log = logging.getLogger(__name__)
 
@@ -157,10 +157,10 @@ class ResponseAnswer(EventAnswer):
                 self._memory.grow_to(self._num_sent)
         return self._of_item(f"response.{_DELTAS[kind]}.delta", delta=text, **_FIELDS[kind])
 
-    def _open_item(self, kind: str, name: str) -> Iterator[schema.ResponseEvent]:
+    def _open_item(self, kind: str, new: Delta) -> Iterator[schema.ResponseEvent]:
         item = schema.OutputItem(f"{_IDS[kind]}_{uuid.uuid4().hex}", kind)  # type: ignore[arg-type]
         if kind == "function_call":
-            item.call_id, item.name, item.arguments = self._run.new_id(), name, ""
+            item.call_id, item.name, item.arguments = self._run.call_id(new.call_id), new.text, ""
         else:
             item.content = []
             item.role = "assistant" if kind == "message" else UNSET

@@ -125,7 +125,7 @@ class ThinkingBudgets:
     def _why_unlimited(self, output: OutputFormat | None) -> str:
         """Return why outputs of this format cannot have a budget; empty: they can."""
         if output is None or not (output.harmony or output.reasoning):
-            return "the format of this model's reasoning is not known here, because --reasoning-parser is not set"
+            return "the format of this model's reasoning is not known here: --reasoning-parser names it"
         closing = _delimiters(output)[1]
         return "" if len(self._tokens(closing)) == 1 else f"this model has no token for {closing}"
 

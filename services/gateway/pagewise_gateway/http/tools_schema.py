@@ -7,7 +7,8 @@ from msgspec import Meta, Struct
 
 MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 1024
-Id = Annotated[str, Meta(min_length=1, max_length=256)]
+MAX_ID_LENGTH = 256
+Id = Annotated[str, Meta(min_length=1, max_length=MAX_ID_LENGTH)]
 """The id of a call."""
 # In Python "$" also matches before a line break at the end; "(?!\n)" matches the end in all dialects of patterns.
 FunctionName = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_.:/-]+$(?!\n)")]

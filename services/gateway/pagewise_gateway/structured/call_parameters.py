@@ -16,15 +16,15 @@ from pagewise_gateway.text.output_parsing.deltas import schema_types
 
 ANY_OBJECT = {"type": "object"}
 PYTHON_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     {"$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "nullable", "readOnly"}
     | {"title", "writeOnly"}
 )
-_DEFINITIONS = frozenset({"$defs", "definitions"})
-_OF_PARAMETERS = _ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
-_OF_STRINGS = _ANNOTATIONS | _DEFINITIONS | {"type"}
+DEFINITIONS = frozenset({"$defs", "definitions"})
+_OF_PARAMETERS = ANNOTATIONS | DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
+_OF_STRINGS = ANNOTATIONS | DEFINITIONS | {"type"}
 _LOOSE = frozenset({"minProperties"})
-_LOOSE_OF_STRINGS = frozenset({"contentEncoding", "contentMediaType", "format", "maxLength", "minLength", "pattern"})
+LOOSE_OF_STRINGS = frozenset({"contentEncoding", "contentMediaType", "format", "maxLength", "minLength", "pattern"})
 """Keywords that the grammar does not enforce if the function is not strict."""
 _REFERENCES = ("#/$defs/", "#/definitions/")
 
@@ -105,16 +105,17 @@ def python_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
     return found
 
 
-def string_choices(function: str, parameter: Parameter, strict: bool) -> Sequence[str] | None:
-    """Return the values of the enum of a parameter that is written without quotes; None: any string."""
-    known = _OF_STRINGS if strict else _OF_STRINGS | _LOOSE_OF_STRINGS
+def string_choices(function: str, parameter: Parameter, strict: bool, closing: str) -> Sequence[str] | None:
+    """Return the values of the enum of a parameter that is written without quotes; None: any string. ``closing``: the
+    text that ends values."""
+    known = _OF_STRINGS if strict else _OF_STRINGS | LOOSE_OF_STRINGS
     name = f"the parameter {parameter.name!r} of {function!r}"
     choices = _choices(name, parameter.schema, known)
     if choices is None:
         _check_string(name, parameter.schema, known)
-    elif any("</arg_value>" in each for each in choices):
+    elif any(closing in each for each in choices):
         raise UnsupportedSchemaError(
-            f"{name} may be a text with '</arg_value>', which ends values in the format of this model"
+            f"{name} may be a text with {closing!r}, which ends values in the format of this model"
         )
     return choices
 
@@ -140,7 +141,7 @@ def _choices_or_null(name: str, schema: Mapping[str, Any], known: frozenset[str]
     others = [each for each in union if isinstance(each, Mapping) and each.get("type") != "null"]
     if len(others) != 1 or len(union) > 2 or (found := _choices(name, others[0], known)) is None:
         return None
-    _check_keywords(name, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
+    _check_keywords(name, schema, ANNOTATIONS | DEFINITIONS | {"anyOf"})
     return found + ["null"] * (len(union) - 1)
 
 
@@ -149,7 +150,7 @@ def _check_string(name: str, schema: Any, known: frozenset[str]) -> None:
     if not isinstance(schema, Mapping):
         return
     if "anyOf" in schema and "oneOf" not in schema:
-        _check_keywords(name, schema, _ANNOTATIONS | _DEFINITIONS | {"anyOf"})
+        _check_keywords(name, schema, ANNOTATIONS | DEFINITIONS | {"anyOf"})
         free = [each for each in schema["anyOf"] if "string" in schema_types(each)]
         if len(free) == 1:
             _check_string(name, free[0], known)

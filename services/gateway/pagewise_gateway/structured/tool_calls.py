@@ -7,8 +7,8 @@ contain no special token.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
@@ -21,8 +21,10 @@ from pagewise_gateway.structured.call_parameters import (
     self_contained,
     string_choices,
 )
+from pagewise_gateway.structured.call_shapes import MISTRAL_LIST, SHAPES, Pair, Shape
+from pagewise_gateway.structured.gemma_values import GemmaValues
 from pagewise_gateway.text.output_parsing.deltas import schema_types
-from pagewise_gateway.text.output_parsing.formats import HARMONY_TOOLS, OutputFormat, Start
+from pagewise_gateway.text.output_parsing.formats import OutputFormat, Start
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACE = r"[\s\x1c-\x1f]*"  # as Python sees it
@@ -40,52 +42,6 @@ class Function(NamedTuple):
     name: str
     parameters: Mapping[str, Any] | None
     strict: bool = False
-
-
-@dataclass(slots=True, frozen=True)
-class _Shape:
-    """The format of calls: ``before``, which contains NAME, then the arguments, and ``after``.
-
-    Fields:
-        between: text between two calls. opening, closing: texts around all of them.
-        trigger: the text that begins calls in free text. If it is empty, the whole text is calls, and begins with
-            ``begins``.
-        arguments: their format: JSON, keyword arguments of Python, or GLM's tags.
-    """
-
-    before: str
-    after: str
-    between: str
-    opening: str = ""
-    closing: str = ""
-    trigger: str = ""
-    begins: str = ""
-    arguments: Literal["json", "python", "glm"] = "json"
-
-    def without_trigger(self) -> "_Shape":
-        if self.opening:
-            return replace(self, opening=self.opening.removeprefix(self.trigger))
-        return replace(self, before=self.before.removeprefix(self.trigger))
-
-
-_MISTRAL_LIST = _Shape('{"name": "NAME", "arguments": ', "}", ", ", "[TOOL_CALLS][", "]", trigger="[TOOL_CALLS]")
-_BEGINS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
-_ENDS = "<\uff5ctool\u2581calls\u2581end\uff5c>"
-_BEGIN, _END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
-_SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
-_SHAPES = {
-    "deepseek_v3": _Shape(
-        f"{_BEGIN}function{_SEPARATOR}NAME\n```json\n", f"\n```{_END}", "\n", _BEGINS, _ENDS, trigger=_BEGINS
-    ),
-    "deepseek_v31": _Shape(f"{_BEGIN}NAME{_SEPARATOR}", _END, "", _BEGINS, _ENDS, trigger=_BEGINS),
-    "glm45": _Shape("<tool_call>NAME\n", "</tool_call>", "\n", trigger="<tool_call>", arguments="glm"),
-    "hermes": _Shape('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n", trigger="<tool_call>"),
-    "llama3_json": _Shape('{"name": "NAME", "parameters": ', "}", "; ", begins="{"),
-    "mistral": _Shape("[TOOL_CALLS]NAME[ARGS]", "", "", trigger="[TOOL_CALLS]"),
-    HARMONY_TOOLS: _Shape("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", ""),
-    "pythonic": _Shape("NAME(", ")", ", ", "[", "]", begins="[", arguments="python"),
-}
-"""By the names of parsers. gpt-oss makes one call at a time."""
 
 
 def tool_call_grammar(
@@ -130,13 +86,17 @@ def tool_call_grammar(
     return str(grammar) if answer is None else _with_answer(grammar, answer)
 
 
-def _shape(parser: str, special_tokens: Mapping[str, int], is_free: bool) -> _Shape:
+def _shape(parser: str, special_tokens: Mapping[str, int], is_free: bool) -> Shape:
     # In free text, the grammar of calls begins after the trigger, unless that is a special token.
-    shape = _MISTRAL_LIST if parser == "mistral" and "[ARGS]" not in special_tokens else _SHAPES[parser]
+    shape = MISTRAL_LIST if parser == "mistral" and "[ARGS]" not in special_tokens else SHAPES[parser]
+    special = any(text and text in shape.trigger for text in special_tokens)
+    if is_free and not special and shape.opening and isinstance(shape.arguments, Pair):
+        # The parser reads such calls without the tags around them, too, so these are a part of the text.
+        shape = replace(shape, opening="", closing="", trigger=shape.before.partition("NAME")[0].removesuffix('"'))
     return shape.without_trigger() if is_free and shape.trigger not in special_tokens else shape
 
 
-def _callable_functions(shape: _Shape, functions: Sequence[Function], required: bool) -> Sequence[Function]:
+def _callable_functions(shape: Shape, functions: Sequence[Function], required: bool) -> Sequence[Function]:
     # Functions that cannot be called in Python are left out, unless their schemas have to be followed: then they are an
     # error.
     if shape.arguments != "python" or required:
@@ -161,6 +121,7 @@ class _Grammar:
         self._special = special_tokens
         self._rules: dict[str, str] = {}
         self._num_characters = 0  # of schemas
+        self._texts: dict[str, str] = {}  # the rules of text up to a text
         texts = sorted((text for text in special_tokens if text), key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
@@ -173,6 +134,13 @@ class _Grammar:
         self._rules[name + options] = expression.strip() or '""'
         return name
 
+    def declare(self, name: str) -> str:
+        """Return the name of a new rule, which ``define`` defines, so that it may refer to itself."""
+        return self.rule(name, "")
+
+    def define(self, name: str, expression: str) -> None:
+        self._rules[name] = expression
+
     def text(self, text: str) -> str:
         parts, at = [], 0
         for found in self._tokens.finditer(text):
@@ -184,9 +152,16 @@ class _Grammar:
 
     def until(self, delimiter: str) -> str:
         """Match any text up to the first delimiter, with it."""
-        if delimiter in self._special:
-            return f"{self.rule('ANY', '/(?s:.+)/')}? {self.text(delimiter)}"
-        return self.rule("until", "/(?s:.*)/", f"[suffix={_quoted(delimiter)}]")
+        if (token := self._tokens.search(delimiter)) is None:
+            return self._up_to(delimiter)
+        before, rest = delimiter[: token.start()], self.text(delimiter[token.start() :])
+        # Text has no special token, so it may contain what comes before one in the delimiter.
+        return f"{self._up_to(before)}+ {rest}" if before else f"{self.rule('ANY', '/(?s:.+)/')}? {rest}"
+
+    def _up_to(self, text: str) -> str:
+        if text not in self._texts:  # all parameters end with the same tag
+            self._texts[text] = self.rule("until", "/(?s:.*)/", f"[suffix={_quoted(text)}]")
+        return self._texts[text]
 
     def reasoning(self, output: OutputFormat, start: Start) -> str:
         reasoning = output.reasoning
@@ -199,7 +174,7 @@ class _Grammar:
             return thought
         return f"({opening})? {thought}" if start == "implied" else f"({space}? {opening} {thought})?"
 
-    def free(self, shape: _Shape, call: str, output: OutputFormat, parallel: bool) -> str:
+    def free(self, shape: Shape, call: str, output: OutputFormat, parallel: bool) -> str:
         """Match text and calls; where the trigger is no special token, ``call`` is without it."""
         opening = output.tools.opening
         written = [opening] if opening and opening not in self._special else []
@@ -209,8 +184,10 @@ class _Grammar:
             other = rf"/\s*[^\s\x00-\x1f{re.escape(shape.begins)}](?s:.*)/{_without(written)}"
             other = self.rule("OTHER", f"{other} & ~{_PYTHON_BLOCK}" if shape.arguments == "python" else other)
             return f'({group} | {other} | "")'
-        any_text = self.rule("ANY", "/(?s:.+)/")
+        any_text = self.rule("ANY", f"/(?s:.+)/{_without(written if shape.trigger in self._special else [])}")
         before = f"{any_text}?" if shape.trigger in self._special else self.until(shape.trigger)
+        if (token := self._tokens.search(shape.trigger)) is not None and token.start():
+            any_text = f"({self._up_to(shape.trigger[: token.start()])}* {any_text}?)"
         if parallel:
             return f"({before} {group})* {any_text}?"
         behind = self.rule("BEHIND", f"/(?s:.+)/{_without(written)}")
@@ -228,23 +205,32 @@ class _Grammar:
 
     # ---- calls -------------------------------------------------------------------------------------
 
-    def call(self, shape: _Shape, function: Function, required: bool) -> str:
+    def call(self, shape: Shape, function: Function, required: bool) -> str:
         schema: Mapping[str, Any] = function.parameters if function.parameters is not None else _NO_PARAMETERS
         follows = required or function.strict
         if not follows:
             schema = ANY_OBJECT
-        before = self.text(shape.before.replace("NAME", function.name))
+        parts = shape.before.replace("NAME", function.name).split("NUMBER")
+        before = (
+            f" {self.rule('NUMBER', '/[0-9]{1,4}/')} ".join(map(self.text, parts)) if parts[1:] else self.text(*parts)
+        )
         if shape.arguments == "json":
-            arguments = self._json(schema)
+            arguments = self.json(schema)
         elif shape.arguments == "python":
             if PYTHON_NAME.fullmatch(function.name) is None:
                 raise UnsupportedSchemaError(f"{function.name!r} cannot be called by this model: no name in Python")
             arguments = self._keywords(function, schema) if follows else self._any_keywords()
+        elif shape.arguments == "gemma":
+            values = GemmaValues(self, function.name, schema, function.strict)
+            arguments = values.parameters() if follows else values.any_members()
+        elif follows:
+            arguments = self._pairs(shape.arguments, function, schema)
         else:
-            arguments = self._tags(function, schema) if follows else self._any_tags()
+            arguments = self._any_pairs(shape.arguments)
         return f"{before} {arguments} {self.text(shape.after)}"
 
-    def _json(self, schema: Mapping[str, Any]) -> str:
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Match JSON that follows a schema."""
         text = json.dumps(schema)
         self._num_characters += len(text)  # parameters repeat the definitions that they share
         if self._num_characters > MAX_GRAMMAR_BYTES:
@@ -255,12 +241,20 @@ class _Grammar:
 
     def _keywords(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Match the arguments of a call in Python, whose values are written as JSON."""
-        # From the last property to the first: the rest of the arguments after another argument, and as the first ones.
+        items = [
+            (f"{_quoted(name + '=')} {self.json(self_contained(value, schema))}", required)
+            for name, value, required in python_parameters(function.name, schema, function.strict)
+        ]
+        return self.listed(items, ", ")
+
+    def listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Match items in this order, with a text between two of them. Each item: its expression, and whether it is
+        required."""
+        # From the last item to the first: the rest of the items after another one, and as the first ones.
         some = none = '""'
-        for name, value, required in reversed(python_parameters(function.name, schema, function.strict)):
-            item = self.rule("argument", f"{_quoted(name + '=')} {self._json(self_contained(value, schema))}")
-            after = self.rule("some", some)
-            some = f'", " {item} {after}' if required else f'(", " {item})? {after}'
+        for expression, required in reversed(items):
+            item, after = self.rule("argument", expression), self.rule("some", some)
+            some = f"{_quoted(separator)} {item} {after}" if required else f"({_quoted(separator)} {item})? {after}"
             none = f"{item} {after}" if required else f"{item} {after} | {self.rule('none', none)}"
         return self.rule("arguments", none)
 
@@ -269,32 +263,36 @@ class _Grammar:
         one = self.rule("argument", f"{name} %json {{}}")
         return f'({one} (", " {one})*)?'
 
-    def _tags(self, function: Function, schema: Mapping[str, Any]) -> str:
-        """Match the arguments of GLM, in which strings are written without quotes."""
+    def _pairs(self, pair: Pair, function: Function, schema: Mapping[str, Any]) -> str:
+        """Match parameters in tags, in which strings are written without quotes."""
         parts = []
         for parameter in listed_parameters(function.name, schema, function.strict):
             name, value, required = parameter
-            if not name or name != name.strip() or "<" in name:
+            if not name or name != name.strip() or any(sign in name for sign in "<>\"'\n"):
                 raise UnsupportedSchemaError(
                     f"the parameter {name!r} of {function.name!r} cannot be written: this model writes names in tags"
                 )
-            key = self.text(f"<arg_key>{name}</arg_key>\n<arg_value>")
-            closing = "</arg_value>"
+            before = pair.before.replace("NAME", name)
+            of_text, of_others = (self.text(before.replace("STRING", each)) for each in ("true", "false"))
+            closing = self.text(pair.padding + pair.closing)
             if "string" not in schema_types(value):
-                written = f"{self._json(self_contained(value, schema))} {self.text(closing)}"
-            elif (choices := string_choices(function.name, parameter, function.strict)) is not None:
-                written = f"({' | '.join(map(_quoted, choices))}) {self.text(closing)}"
+                written = f"{of_others} {self.json(self_contained(value, schema))} {closing}"
+            elif (choices := string_choices(function.name, parameter, function.strict, pair.closing)) is not None:
+                written = f"{of_text} ({' | '.join(map(_quoted, choices))}) {closing}"
             else:
-                written = self.until(closing)
-            pair = self.rule("pair", f"{key} {written} {_quoted(chr(10))}")
-            parts.append(pair if required else f"{pair}?")
+                written = f"{of_text} {self.until(pair.closing)}"
+            if of_text != of_others and {"string", "null"} <= set(schema_types(value)):
+                written = f'({written} | {of_others} "null" {closing})'  # as a string, null would be a text
+            one = self.rule("pair", f"{written} {self.text(pair.after)}")
+            parts.append(one if required else f"{one}?")
         return " ".join(parts)
 
-    def _any_tags(self) -> str:
-        name = self.rule("NAME", r"/[^\s<]([^<\n]*[^\s<])?/")
-        key = f"{self.text('<arg_key>')} {name} {self.text('</arg_key>' + chr(10) + '<arg_value>')}"
-        pair = self.rule("pair", f"{key} {self.until('</arg_value>')} {_quoted(chr(10))}")
-        return f"{pair}*"
+    def _any_pairs(self, pair: Pair) -> str:
+        name = self.rule("NAME", r"""/[^\s<>"']([^<>"'\n]*[^\s<>"'])?/""")
+        before, after = pair.before.split("NAME")
+        behind = " | ".join({self.text(after.replace("STRING", each)): None for each in ("true", "false")})
+        one = f"{self.text(before)} {name} ({behind}) {self.until(pair.closing)} {self.text(pair.after)}"
+        return f"{self.rule('pair', one)}*"
 
 
 def _with_answer(grammar: _Grammar, answer: str) -> str:

@@ -1,8 +1,10 @@
 """The chat template of a model. Rendering small conversations shows its dialect, and which messages it refuses."""
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
@@ -19,7 +21,9 @@ _SYSTEM: Message = {"role": "system", "content": "probe_system"}
 _FUNCTION = {"name": "probe_tool", "description": "probe", "parameters": {"type": "object", "properties": {}}}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _UNDESCRIBED = [{"type": "function", "function": {**_FUNCTION, "description": ""}}]
-_LONG_ID = "call_0123456789abcdef"
+PROBE_CALL = "probe_name", '{"probe_key": "probe_value"}'
+"""The call of ``written_calls``: a name and arguments."""
+_SHORT_ID, _LONG_ID = "abcdefghi", "call_0123456789abcdef"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that templates name."""
 RESERVED_NAMES = {
@@ -76,10 +80,11 @@ _DIALECTS = (Dialect(), Dialect(False, True), Dialect(True, False), Dialect(True
 
 
 class Template:
-    """A template. ``special_tokens``: their texts by their names in templates."""
+    """A template. ``source``: its text."""
 
     def __init__(self, text: str, special_tokens: dict[str, str]) -> None:
-        self._text, self._special_tokens = text, special_tokens
+        """``special_tokens``: their texts by their names in templates."""
+        self.source, self._special_tokens = text, special_tokens
 
     def render(
         self,
@@ -149,7 +154,7 @@ class Template:
     @cached_property
     def _knows_developer(self) -> bool:
         """Whether the template names messages of the developer, and writes them in another way than the system's."""
-        if "developer" not in self._text:
+        if "developer" not in self.source:
             return False
         return self._tried([{**_SYSTEM, "role": "developer"}, _USER], tools=False) != self._tried(
             [_SYSTEM, _USER], tools=False
@@ -188,7 +193,7 @@ class Template:
                 [thoughtful[0], {**thoughtful[1], "content": "probe"}], but=thoughtful, tools=True
             ),
             # gpt-oss has learnt results as they are (OpenAI's Harmony); others get text, which their template formats.
-            strict_turns.with_values_of_results: "<|channel|>" in self._text and '"\\""' in quoted,
+            strict_turns.with_values_of_results: "<|channel|>" in self.source and '"\\""' in quoted,
             strict_turns.with_names: self._refuses(unnamed, but=call, tools=True),
             strict_turns.with_short_ids: self._refuses(_called(self.dialect, {}, _LONG_ID), but=call, tools=True),
         }
@@ -209,7 +214,7 @@ class Template:
             named["content"] = "\n".join(part["text"] for part in content)
         if named.get("role") == "developer" and not self._knows_developer:
             named["role"] = "system"  # "developer" is OpenAI's newer name for it
-        if "reasoning_content" in named and ".thinking" in self._text:  # gpt-oss calls it so
+        if "reasoning_content" in named and ".thinking" in self.source:  # gpt-oss calls it so
             named["thinking"] = named["reasoning_content"]
         return named
 
@@ -218,6 +223,21 @@ class Template:
         if not function or "description" in function or not self._needs_descriptions:
             return tool
         return {**tool, "function": {**function, "description": ""}}
+
+    @cached_property
+    def written_calls(self) -> tuple[str, ...]:
+        """Texts that the template writes for an assistant's call of ``PROBE_CALL``, up to the end of the conversation;
+        none: it refuses such conversations. One of two begins behind the header of the message."""
+        arguments: Any = PROBE_CALL[1] if self.dialect.arguments_as_text else json.loads(PROBE_CALL[1])
+        found: list[str] = []
+        for call_id in (_SHORT_ID, f"functions.{PROBE_CALL[0]}:0"):  # Kimi's name is a part of the id
+            messages = _called(self.dialect, arguments, call_id, PROBE_CALL[0])
+            if (whole := self._tried(messages)) is not None:
+                for with_header in (False, True):
+                    prompt = self._tried(messages[:1], add_generation_prompt=with_header) or ""
+                    same = takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
+                    found.append(whole[sum(1 for _ in same) :])
+        return tuple(dict.fromkeys(found))
 
     def _renders_calls(self, dialect: Dialect) -> bool:
         """Whether the template writes a call, and its arguments as JSON."""
@@ -230,17 +250,19 @@ class Template:
         """Whether the template refuses a conversation, but takes another one."""
         return self._tried(but, tools=tools) is not None and self._tried(messages, tools=tools) is None
 
-    def _tried(self, messages: Sequence[Message], *, tools: bool | list[dict[str, Any]] = True) -> str | None:
+    def _tried(
+        self, messages: Sequence[Message], *, tools: bool | list[dict[str, Any]] = True, **variables: Any
+    ) -> str | None:
         """Render a conversation without changes, with ``tools``; None: the template refuses it."""
         given = (_TOOLS if tools else None) if isinstance(tools, bool) else tools
         try:
-            return self._rendered(messages, tools=given, **self._special_tokens)
+            return self._rendered(messages, tools=given, **self._special_tokens, **variables)
         except Exception:  # a template may raise any error
             return None
 
     def _rendered(self, messages: Sequence[Message], **variables: Any) -> str:
         rendered: list[str]
-        rendered, _ = renderer()([list(messages)], chat_template=self._text, **variables)
+        rendered, _ = renderer()([list(messages)], chat_template=self.source, **variables)
         return rendered[0]
 
 
@@ -252,7 +274,7 @@ def renderer() -> Callable[..., Any]:
 
 
 def _called(
-    dialect: Dialect, arguments: dict[str, Any] | str, call_id: str = "abcdefghi", name: str = "probe_name"
+    dialect: Dialect, arguments: dict[str, Any] | str, call_id: str = _SHORT_ID, name: str = PROBE_CALL[0]
 ) -> list[Message]:
     if arguments == {} and dialect.arguments_as_text:
         arguments = "{}"
@@ -282,6 +304,16 @@ class ChatTemplate:
         """The texts that the default template writes between reasoning and answer, and behind it; empty if there are
         none."""
         return ("", "") if self._default is None else self._default.around_answer
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The sources of the templates."""
+        return tuple(dict.fromkeys(one.source for one in (self._default, self._of_tools) if one is not None))
+
+    @property
+    def written_calls(self) -> tuple[str, ...]:
+        """See ``Template.written_calls``; none if there is no template."""
+        return () if self._of_tools is None else self._of_tools.written_calls
 
     def choose(self, tools: Sequence[Any] | None) -> Template:
         """Return the template for a conversation with these tools.

@@ -44,6 +44,8 @@ _TOOL_CALL_TOKENS = (
     "<|call|>",  # gpt-oss
     "<\uff5ctool\u2581calls\u2581begin\uff5c>",  # DeepSeek
     "<|tool_calls_section_begin|>",  # Kimi
+    "<|tool_call>",  # Gemma 4
+    "<minimax:tool_call>",  # MiniMax
     "<|tool_call|>",  # Granite, Phi
     "<|START_ACTION|>",  # Command
     "<|action_start|>",  # InternLM
@@ -169,7 +171,7 @@ class Tokenizer:
         vocab_size: number of ids the tokenizer knows, added tokens included (the model's may be larger).
         token_bytes: the bytes of each token; None if they depend on other tokens.
         longest_token: characters in the longest token: a text of more than n times as many has more than n tokens.
-        chat_template: renders conversations.
+        chat_template: renders conversations. model_type: the family of the model, as its configuration names it.
     """
 
     def __init__(
@@ -180,6 +182,7 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
+        model_type: str = "",
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -196,6 +199,7 @@ class Tokenizer:
         self.token_bytes = TokenBytes.of(backend, decoder)
         self._backend = backend
         self.chat_template = ChatTemplate(chat_template, tool_template, special_tokens or {})
+        self.model_type = model_type
         self.render_chat = self.chat_template.render
         self._threads: ThreadPoolExecutor | None = None
         self._turns, self._large_turns = Turns(_THREADS), Turns(_THREADS - 1)
@@ -218,6 +222,7 @@ class Tokenizer:
             chat_template=default,
             tool_template=of_tools,
             special_tokens={name: text for name, text in read.special_tokens_map.items() if isinstance(text, str)},
+            model_type=str(read_json(path / "config.json").get("model_type") or ""),
         )
         tokenizer._end_at_turns()
         return tokenizer

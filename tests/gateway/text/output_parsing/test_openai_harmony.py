@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pagewise_gateway.text.output_parsing import Delta, MessageParser, joined, make_format
 from pagewise_gateway.text.output_parsing.deltas import ParsedMessage
 
-from tests.gateway.text.output_parsing.transcripts import TOOLS
+from tests.gateway.text.output_parsing.tables import TOOLS
 
 harmony: Any = pytest.importorskip("openai_harmony")
 

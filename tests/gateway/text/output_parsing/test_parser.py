@@ -18,7 +18,8 @@ from pagewise_gateway.text.output_parsing import (
 )
 from pagewise_gateway.text.output_parsing.deltas import ParsedCall, ParsedMessage
 
-from tests.gateway.text.output_parsing.transcripts import TOOLS, TRANSCRIPTS, Transcript
+from tests.gateway.text.output_parsing.tables import TOOLS, Transcript
+from tests.gateway.text.output_parsing.transcripts import TRANSCRIPTS
 
 FORMATS = sorted(
     {(each.tool_parser, each.reasoning_parser) for each in TRANSCRIPTS},
@@ -120,6 +121,10 @@ FRAGMENTS = [
     ),
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "save", "get_weather", "city", "analysis", "final"),
     *('{"name": "save", "arguments": ', '"name"', ":", '"', "{", "}", "[", "]", "(", ")", "=", ",", ";", "'", "\\"),
+    *("<function=", "</function>", "<parameter=", "</parameter>", ">", 'string="true"', "<minimax:tool_call>"),
+    *("<invoke name=", "<\uff5cDSML\uff5cinvoke name=", "<\uff5cDSML\uff5cparameter name=", "</invoke>", "<TOOLCALL>"),
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.save:0", "<|tool_call_argument_begin|>"),
+    *("<|tool_call>", "call:save{", '<|"|>', "<tool_call|>", "<|channel>thought\n", "<channel|>", "city:"),
     *("\n", "  ", "<", "é🙂", "1", "null", '"parameters": {"a": 1}', "[save(city='", "x" * 300),
 ]
 
@@ -295,6 +300,12 @@ CALLS = [
         ("mistral", "delimiters inside of strings"),
         ("deepseek_v31", "version 3.1"),
         ("deepseek_v3", "delimiters inside of strings"),
+        ("qwen3_coder", "two in one outer tag, and on one line"),
+        ("minimax_m2", "text is as it is"),
+        ("deepseek_v32", "types that tags and schemas name"),
+        ("kimi_k2", "the same id twice, and white space"),
+        ("gemma4", "delimiters inside of strings"),
+        ("nemotron_json", "no list"),
     ]
 ]
 

@@ -1,42 +1,9 @@
 """Texts of models, by the parsers that read them, and the messages that they mean."""
 
-from typing import NamedTuple
-
-from pagewise_gateway.text.output_parsing import Tools
-from pagewise_gateway.text.output_parsing.deltas import ParsedCall, ParsedMessage
-
-PROPERTIES = {
-    "city": {"type": "string"},
-    "days": {"type": "integer"},
-    "tags": {"type": "array", "items": {"type": "string"}},
-    "note": {"type": ["string", "null"]},
-}
-TOOLS = Tools({"get_weather": {"type": "object", "properties": PROPERTIES}, "get_time": None, "save": {}})
-
-
-class Transcript(NamedTuple):
-    """A text, and the message in it. ``prompt``: how the prompt ends."""
-
-    name: str
-    tool_parser: str | None
-    reasoning_parser: str | None
-    text: str
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[tuple[str, str], ...] = ()
-    prompt: str = "<|im_start|>assistant\n"
-
-    @property
-    def message(self) -> ParsedMessage:
-        return ParsedMessage(self.content, self.reasoning, [ParsedCall(*call) for call in self.calls])
-
+from tests.gateway.text.output_parsing.newer_transcripts import NEWER
+from tests.gateway.text.output_parsing.tables import QUOTED, Transcript
 
 NESTED = '{"city": "Köln \\"}</x>[\\\\", "days": 3, "tags": ["a", {"b": [1, 2]}], "emoji": "🙂\\u00e9"}'
-QUOTED = (
-    '{"text": "a </tool_call>\\\\", "more": "\\"<tool_call> <think> </think> </tool_call>", '
-    '"</tool_call>": ["</tool_call>"]}'
-)
-"""Arguments that have the delimiters of calls and reasoning inside of strings."""
 _BEGINS, _ENDS = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 _BEGIN, _SEP, _END = (
     "<\uff5ctool\u2581call\u2581begin\uff5c>",
@@ -515,4 +482,4 @@ DELIMITERS = [
     )._replace(prompt="<think>"),
     _delimiters("openai", None, _harmony("save", f'{{"a": "{_TEXT}"}}')),
 ]
-TRANSCRIPTS = [*HERMES, *QWEN, *DEEPSEEK, *LLAMA, *MISTRAL, *GLM, *PYTHONIC, *HARMONY, *SURROGATES, *DELIMITERS]
+TRANSCRIPTS = [*HERMES, *QWEN, *DEEPSEEK, *LLAMA, *MISTRAL, *GLM, *PYTHONIC, *HARMONY, *SURROGATES, *DELIMITERS, *NEWER]

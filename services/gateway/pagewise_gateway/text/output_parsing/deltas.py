@@ -10,19 +10,22 @@ DeltaKind = Literal["content", "reasoning", "call", "arguments"]
 
 
 class Delta(NamedTuple):
-    """A piece of a message. The text of a ``call``, which begins a tool call, is the name of its function.
-    ``arguments`` belong to the last call."""
+    """A piece of a message. The text of a ``call``, which begins a tool call, is the name of its function, and
+    ``call_id`` its id, if the model wrote one. ``arguments`` belong to the last call."""
 
     kind: DeltaKind
     text: str
+    call_id: str = ""
 
 
 @dataclass(slots=True)
 class ParsedCall:
-    """A tool call. ``arguments``: the model's text, which is JSON unless it is cut off or invalid."""
+    """A tool call. ``arguments``: the model's text, which is JSON unless it is cut off or invalid. ``id``: the model's;
+    empty: it wrote none."""
 
     name: str
     arguments: str = ""
+    id: str = ""
 
 
 @dataclass(slots=True)
@@ -36,18 +39,19 @@ class ParsedMessage:
 
 def joined(deltas: Iterable[Delta]) -> ParsedMessage:
     """Return the message that these deltas add up to."""
-    content, reasoning, names, arguments = [], [], [], []
-    for kind, text in deltas:
+    content, reasoning, calls, arguments = [], [], [], []
+    for kind, text, call_id in deltas:
         if kind == "content":
             content.append(text)
         elif kind == "reasoning":
             reasoning.append(text)
         elif kind == "call":
-            names.append(text)
+            calls.append(ParsedCall(text, "", call_id))
             arguments.append([""])
         else:
             arguments[-1].append(text)
-    calls = [ParsedCall(name, "".join(parts)) for name, parts in zip(names, arguments, strict=True)]
+    for call, parts in zip(calls, arguments, strict=True):
+        call.arguments = "".join(parts)
     return ParsedMessage("".join(content), "".join(reasoning), calls)
 
 
@@ -99,7 +103,7 @@ class MessageBuilder:
         whole: whether the arguments of the last call that counts are complete.
     """
 
-    __slots__ = ("_arguments", "_deltas", "_parallel", "content", "num_calls", "reasoning", "whole")
+    __slots__ = ("_arguments", "_deltas", "_ids", "_parallel", "content", "num_calls", "reasoning", "whole")
 
     def __init__(self, parallel: bool) -> None:
         self._deltas: list[Delta] = []
@@ -109,6 +113,7 @@ class MessageBuilder:
         self.whole = True
         self._arguments: JsonValue | None = None
         self._parallel = parallel  # whether calls after the first one count
+        self._ids: set[str] = set()  # of calls, as the model wrote them
 
     def take(self) -> list[Delta]:
         """Return the new deltas."""
@@ -130,6 +135,9 @@ class MessageBuilder:
             if delta.kind == "call":
                 self.num_calls += 1
                 self.content.border()
+                if delta.call_id in self._ids:  # clients tell calls apart by their ids
+                    delta = delta._replace(call_id="")
+                self._ids.add(delta.call_id)
             if delta.text and (self._parallel or self.num_calls == 1):
                 self._follow(delta)
                 self._deltas.append(delta)

@@ -5,10 +5,11 @@ from functools import cache
 from typing import Literal
 
 from pagewise_gateway.text.output_parsing import harmony
-from pagewise_gateway.text.output_parsing.glm import glm_call
-from pagewise_gateway.text.output_parsing.json_calls import deepseek_call, json_calls, mistral_calls
+from pagewise_gateway.text.output_parsing.gemma import QUOTE, gemma_call
+from pagewise_gateway.text.output_parsing.json_calls import deepseek_call, json_calls, kimi_call, mistral_calls
 from pagewise_gateway.text.output_parsing.pythonic import pythonic_calls
 from pagewise_gateway.text.output_parsing.reader import Read
+from pagewise_gateway.text.output_parsing.tagged import DSML_TAGS, GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, TaggedCall, Tags
 
 Start = Literal["main", "ended", "reasoning", "implied"]
 """The state in which an output begins. "main": it may open reasoning; "ended": the prompt has ended the reasoning;
@@ -43,14 +44,31 @@ class ToolFormat:
 
 @dataclass(slots=True, frozen=True)
 class ReasoningFormat:
-    """The delimiters of a model's reasoning. ``implied``: the text begins with reasoning even without the opening."""
+    """The delimiters of a model's reasoning.
+
+    Fields:
+        opening, closing: before and after it. tokens: special tokens that are parts of these.
+        implied: the text begins with reasoning even without the opening.
+        ended_by: texts that end reasoning without the closing, because calls begin there.
+    """
 
     opening: str
     closing: str
     implied: bool = False
+    tokens: tuple[str, ...] = ()
+    ended_by: tuple[str, ...] = ()
+
+
+def _tagged(tags: Tags, opening: str, closing: str, group: tuple[str, str] | None, *tokens: str) -> ToolFormat:
+    """Return a format whose parameters have tags. ``tokens``: special tokens that are parts of delimiters."""
+    return ToolFormat(TaggedCall(tags), opening, closing, group, (*tags.inner, *tokens))
 
 
 _THINK = ReasoningFormat("<think>", "</think>")
+_QWEN = _tagged(QWEN_TAGS, "<function=", "</function>", ("<tool_call>", "</tool_call>"))
+_GLM = _tagged(GLM_TAGS, "<tool_call>", "</tool_call>", None)
+_KIMI_SECTION = "<|tool_calls_section_begin|>"
+_GEMMA_CALL = "<|tool_call>"
 _DEEPSEEK = ToolFormat(
     deepseek_call,
     "<\uff5ctool\u2581call\u2581begin\uff5c>",
@@ -66,22 +84,45 @@ HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v31": _DEEPSEEK,
-    "glm45": ToolFormat(
-        glm_call, "<tool_call>", "</tool_call>", inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    "deepseek_v32": _tagged(
+        DSML_TAGS,
+        "<\uff5cDSML\uff5cinvoke name=",
+        "</\uff5cDSML\uff5cinvoke>",
+        ("<\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5cfunction_calls>"),
+        "\uff5cDSML\uff5c",
     ),
+    "gemma4": ToolFormat(gemma_call, _GEMMA_CALL, "<tool_call|>", inner=(QUOTE,)),
+    "glm45": _GLM,
+    "glm47": _GLM,
     "hermes": ToolFormat(lambda source, _: json_calls(source), "<tool_call>", "</tool_call>"),
+    "kimi_k2": ToolFormat(
+        kimi_call,
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        (_KIMI_SECTION, "<|tool_calls_section_end|>"),
+        ("<|tool_call_argument_begin|>",),
+    ),
     "llama3_json": ToolFormat(json_calls, "<|python_tag|>", bare="{"),
+    "minimax_m2": _tagged(MINIMAX_TAGS, "<invoke name=", "</invoke>", ("<minimax:tool_call>", "</minimax:tool_call>")),
     "mistral": ToolFormat(mistral_calls, "[TOOL_CALLS]", inner=("[ARGS]", "[CALL_ID]"), id_length=9),
+    "nemotron_json": ToolFormat(lambda source, _: json_calls(source), "<TOOLCALL>", "</TOOLCALL>"),
     HARMONY_TOOLS: NO_TOOLS,  # the scanner of harmony finds its calls
     "pythonic": ToolFormat(pythonic_calls, bare="[`"),
+    "qwen3_coder": _QWEN,
+    "qwen3_xml": _QWEN,
 }
 """By the names of vLLM's ``--tool-call-parser``."""
 
 REASONING_FORMATS: dict[str, ReasoningFormat | None] = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", implied=True),
     "deepseek_v3": _THINK,
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", tokens=("<|channel>",), ended_by=(_GEMMA_CALL,)),
     "glm45": _THINK,
+    "glm47": _THINK,
+    "kimi_k2": ReasoningFormat("<think>", "</think>", implied=True, ended_by=(_KIMI_SECTION,)),
+    "minimax_m2": ReasoningFormat("<think>", "</think>", implied=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "nemotron_v3": _THINK,
     HARMONY_REASONING: None,
     "qwen3": _THINK,
 }
@@ -106,7 +147,7 @@ class OutputFormat:
         """Texts that the parser needs, also if they are special tokens."""
         found = list(harmony.DELIMITERS) if self.harmony else []
         if self.reasoning is not None:
-            found += self.reasoning.opening, self.reasoning.closing
+            found += self.reasoning.opening, self.reasoning.closing, *self.reasoning.tokens, *self.reasoning.ended_by
         found += *self.tools.markers, *(self.tools.group or ()), *self.tools.inner, self.tools.closing
         return tuple(dict.fromkeys(filter(None, found)))
 

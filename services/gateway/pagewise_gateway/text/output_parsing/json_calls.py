@@ -26,6 +26,7 @@ _MOST_HEADER = 512
 NAME = r"""[^\s\[\]{}<>()"'`]+"""
 """Matches the name of a function."""
 _SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 _BEHIND = re.compile(r"[\s`\]}]*")
 _LEGAL_BEHIND = re.compile(r"\s*(?:```)?\s*")
 
@@ -209,7 +210,7 @@ class _Header(NamedTuple):
 
     Fields:
         whole: matches it. The group ``name`` is the name, which has to be that of a known tool unless there is a group
-            ``sure``; ``only`` is the name of any tool.
+            ``sure``; ``only`` is the name of any tool. ``id``: the id of the call.
         part: matches beginnings of it.
     """
 
@@ -248,12 +249,23 @@ _DEEPSEEK = _Header(
 """Of V3 and R1 (type, separator, name, fence) or of V3.1 (name, separator)."""
 
 
-def _name(header: _Header, text: str, tools: Tools) -> str:
-    """Return the name in a header; an empty text: it is no header of a call."""
+_KIMI = _Header(
+    re.compile(
+        rf"\s*(?P<id>(?:functions\.)?(?P<only>{NAME}):[0-9]+)\s*{re.escape(_KIMI_ARGUMENTS)}\s*(?P<name>(?!))?(?P<sure>(?!))?"
+    ),
+    re.compile(parts(r"\s*", NAME, r"\s*", f"={_KIMI_ARGUMENTS}", r"\s*")),
+)
+
+
+def _begin(header: _Header, source: CallText, text: str, tools: Tools) -> bool:
+    """Begin the call of a header, and return whether it is the header of a call."""
     if (found := header.whole.fullmatch(text)) is None:
-        return ""
+        return False
     name = found["name"] or found["only"]
-    return name if found["sure"] or found["only"] or name in tools else ""
+    if not (found["sure"] or found["only"] or name in tools):
+        return False
+    source.call(name, found.groupdict().get("id") or "")
+    return True
 
 
 def _header_call(header: _Header, source: CallText, tools: Tools) -> Generator[None]:
@@ -263,27 +275,36 @@ def _header_call(header: _Header, source: CallText, tools: Tools) -> Generator[N
                 return
             yield
     except EndOfTextError as end:
-        if end.closed and (name := _name(header, source.text, tools)):
-            source.call(name)
+        if end.closed and _begin(header, source, source.text, tools):
             source.add("{}")
         return
-    if brace <= _MOST_HEADER and (name := _name(header, source.text[:brace], tools)):
-        source.call(name)
+    if brace <= _MOST_HEADER and _begin(header, source, source.text[:brace], tools):
         source.take(brace)
         yield from source.json_value(source.add)
 
 
 def deepseek_call(source: CallText, tools: Tools) -> Generator[None]:
-    """Read a call of DeepSeek. A fence and excess brackets before the delimiter are a part of the call."""
+    """Read a call of DeepSeek: a type and a name, or a name alone, and arguments."""
     yield from _header_call(_DEEPSEEK, source, tools)
-    if not source.called:
-        return
+    if source.called:
+        yield from end_of_call(source)
+
+
+def end_of_call(source: CallText) -> Generator[None]:
+    """Read the text before the delimiter after a call. A fence and excess brackets are a part of the call."""
     try:
         while len(source.text) <= _MOST_HEADER and _BEHIND.fullmatch(source.text):
             yield
     except EndOfTextError as end:
         if not end.closed and _LEGAL_BEHIND.fullmatch(source.text) is None:
             source.content(source.text)
+
+
+def kimi_call(source: CallText, tools: Tools) -> Generator[None]:
+    """Read a call of Kimi: an id such as ``functions.f:0``, and arguments."""
+    yield from _header_call(_KIMI, source, tools)
+    if source.called:
+        yield from end_of_call(source)
 
 
 def mistral_calls(source: CallText, tools: Tools) -> Generator[None]:

@@ -65,15 +65,17 @@ class _TextScanner:
 
     def _reasoning(self) -> Generator[None]:
         assert self._format.reasoning is not None
-        closing = ""
-        while not closing:
-            text, closing = self._source.take_until((self._format.reasoning.closing,))
+        closing, end = self._format.reasoning.closing, ""
+        ends = closing, *self._format.reasoning.ended_by
+        while not end:
+            text, end = self._source.take_until(ends)
             self._message.reasoning.push(text)
-            if not closing:
+            if not end:
                 if self._source.final:
                     return
                 yield
-        self._source.take(len(closing))
+        if end == closing:
+            self._source.take(len(closing))
         self._message.border()
 
     def _answer(self) -> Generator[None]:

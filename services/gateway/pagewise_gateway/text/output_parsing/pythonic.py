@@ -182,9 +182,18 @@ def _argument(text: str, *, only_json: bool) -> tuple[str, str]:
         return name, written
     if only_json:
         raise ValueError("too many tokens for Python's parser")
+    return name, as_json(python_value(written))
+
+
+def python_value(written: str) -> object:
+    """Return the value of a literal of Python, in which ``true``, ``false`` and ``null`` are names of values, too.
+
+    Raises:
+        ValueError, SyntaxError, RecursionError, MemoryError: it is none, or JSON has no such value.
+    """
     with warnings.catch_warnings():  # of escapes that Python does not know
         warnings.simplefilter("ignore")
-        return name, as_json(_value(ast.parse(f"({written}\n)", mode="eval").body))
+        return _value(ast.parse(f"({written}\n)", mode="eval").body)
 
 
 def _value(node: ast.expr) -> object:

@@ -34,10 +34,10 @@ class CallText(PendingText):
         self.called = self.quoting = False
         self.deltas: list[Delta] = []
 
-    def call(self, name: str) -> None:
-        """Begin a call."""
+    def call(self, name: str, call_id: str = "") -> None:
+        """Begin a call. ``call_id``: its id, if the model wrote one."""
         self.called = True
-        self.deltas.append(Delta("call", name))
+        self.deltas.append(Delta("call", name, call_id))
 
     def add(self, arguments: str) -> None:
         """Add to the arguments of the call that began last."""
