@@ -120,8 +120,9 @@ class Arena:
         return self.num_pages - sum((one.num_used - one.num_cached) * one.pages_per_block for one in self.members)
 
     def next_value(self) -> float:
-        """The value of each page that is evicted next; infinity: none can be."""
-        return min((value for one in self.members if (value := one.next_value()) is not None), default=inf)
+        """The value of each page that is evicted next; 0 if none can be."""
+        value = min((value for one in self.members if (value := one.next_value()) is not None), default=inf)
+        return value if value < inf else 0.0
 
     def make_room(self, num_pages: int, copies: list[BlockCopy]) -> bool:
         """Evict until ``num_pages`` are free; False: there are fewer.

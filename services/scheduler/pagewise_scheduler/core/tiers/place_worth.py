@@ -73,9 +73,12 @@ class PlaceWorth:
         for depth in [depth for depth in table.due if start < depth * size <= stop]:
             if spare < self._group.pages_per_block and not self._is_promised(table, depth, since):
                 self._group.skip(one, depth, place_in(table, one, depth))
-            since = depth
+            else:
+                since = depth
         if self._alone:
             self._choose_inside(table, one, start, stop, spare)
+        taken = (depth for depth in table.due if depth * size <= stop and depth not in one.skipped)
+        one.since = max(one.since, *taken, 0)
 
     def _is_promised(self, table: BlockTable, depth: int, since: int) -> bool:
         """Whether a place takes a snapshot, unless it is clearly not worth its pages and those that go with it."""
@@ -94,7 +97,7 @@ class PlaceWorth:
         size, group, due = table.block_size, self._group, table.due
         first, last = start // size, stop // size
         marks = [depth for depth in due if start < depth * size < stop]
-        room = group.most_blocks - len(one.blocks) - len(marks) - (one.entry is None and start not in one.tokens)
+        room = group.most_blocks - len(one.blocks) - len(marks) - group.marks_start(one, start, stop)
         goes_on = first < last and stop < due[-1] * size
         if goes_on:
             room -= last * size < stop and last not in marks
@@ -102,7 +105,7 @@ class PlaceWorth:
                 return
             room -= 1
         room = max(0, room)
-        since = max(one.since, *(depth for depth in (0, *due) if depth <= first))
+        since = one.since
         while (following := next((depth for depth in due if depth > since), 0)) and since < last:
             end = min(last, following - one.step)
             worth = since + self._apart(one, since, spare)
@@ -117,7 +120,6 @@ class PlaceWorth:
             one.inside.append(depth)
             room -= depth != last
             since = depth
-        one.since = max(one.since, min(since, last))
 
     def _apart(self, one: StateTable, since: int, spare: int) -> int:
         """How many blocks behind ``since`` a snapshot is worth its pages."""

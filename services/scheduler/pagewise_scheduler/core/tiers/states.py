@@ -74,6 +74,12 @@ class StateGroup(WindowGroup):
         last = table.blocks[-1]
         return int(self.users(last) > 1 or self.has_snapshot(last))
 
+    def marks_start(self, table: StateTable, start: int, num_tokens: int) -> bool:
+        """Whether a table is to have another block for the tokens from ``start`` to ``num_tokens`` on."""
+        if start in table.tokens or table.entry is not None:
+            return False
+        return (start < num_tokens and start % self.block_size == 0) or self.num_to_write(table) > 0
+
     def grow(
         self,
         table: WindowTable,
@@ -93,8 +99,7 @@ class StateGroup(WindowGroup):
         copies: list[BlockCopy] = []
         size, blocks, tokens = self.block_size, table.blocks, table.tokens
         marks = [depth * size for depth in due if start < depth * size < num_tokens and depth not in table.skipped]
-        ends_here = start < num_tokens and start % size == 0
-        if start not in tokens and table.entry is None and (ends_here or self.num_to_write(table)):
+        if self.marks_start(table, start, num_tokens):
             marks.insert(0, start)
         last = num_tokens // size * size
         # A chunk that ends with a block needs no mark: the next one has it, at its start.
