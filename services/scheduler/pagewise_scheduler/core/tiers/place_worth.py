@@ -20,13 +20,15 @@ from pagewise_scheduler.core.tiers.states import CLEARLY, StateGroup
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _LEAST_TOKENS = 64
-_LEAST_SHARE = 4
+_LEAST_SHARE = 2
 """Places inside of a prompt are so far from each other that the KV between them takes at least one in so many bytes of
 a snapshot."""
 _MOST_PLACES = 32
 """Places inside of a prompt."""
 _FREE_SHARE = 2
 """One in so many of the free pages may be taken by the snapshots inside of one prompt."""
+_TIMES_MORE = 2.0
+"""A snapshot inside of a prompt is worth so many times as much as what is evicted for it: many are never used."""
 _LEAST_VALUE = 1e-12
 
 
@@ -127,7 +129,7 @@ class PlaceWorth:
         blocks = most if spare <= 0 else _FREE_SHARE * (most - since) * pages / spare
         if (price := self._group.next_value()) is not None:
             value = self._policy.value_of_new(INSIDE, since + one.step)
-            blocks = min(blocks, price * pages / max(value, _LEAST_VALUE))
+            blocks = min(blocks, _TIMES_MORE * price * pages / max(value, _LEAST_VALUE))
         return max(one.step, min(most, ceil(blocks)))
 
 

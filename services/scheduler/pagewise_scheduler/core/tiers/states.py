@@ -26,7 +26,7 @@ _MOST_BLOCKS = 4
 """Blocks of a sequence: the one that it writes, the one behind its last full block, and two that steps in flight leave
 or that become snapshots."""
 
-CLEARLY = 4.0
+CLEARLY = 16.0
 """A snapshot that the rules of places promise is not taken if other memory is worth so many times as much."""
 
 
@@ -183,9 +183,12 @@ class StateGroup(WindowGroup):
             self._add(snapshot)
 
     def _is_worthless(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot at the end of an answer is clearly not worth its memory."""
+        """Whether a snapshot at the end of an answer is clearly not worth its memory.
+
+        The pages are free if they are more than the states that the next sequence takes.
+        """
         ending = snapshot.node.kind % NUM_ENDINGS
-        if ending == PREEMPTED or self._arena.num_free >= self.pages_per_block:
+        if ending == PREEMPTED or self._arena.num_free >= (self.most_blocks + 1) * self.pages_per_block:
             return False
         snapshot.kind, snapshot.last_used = role_at_end(snapshot.kind, ending), self._policy.tick()
         return CLEARLY * self._queue.value(snapshot) < self._arena.next_value()
