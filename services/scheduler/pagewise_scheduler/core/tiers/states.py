@@ -19,6 +19,7 @@ from pagewise_scheduler.core.memory.eviction_history import key_of, snapshot_key
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.memory.roles import ANSWER, INSIDE, new_role, place_of, role_after, role_at_end
 from pagewise_scheduler.core.tiers.snapshots import Snapshot, nearest_pool
+from pagewise_scheduler.core.tiers.state_queue import StateQueue
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
@@ -191,6 +192,7 @@ class StateGroup(WindowGroup):
         if ending == PREEMPTED or self._arena.num_free >= (self.most_blocks + 1) * self.pages_per_block:
             return False
         snapshot.kind, snapshot.last_used = role_at_end(snapshot.kind, ending), self._policy.tick()
+        assert isinstance(self._queue, StateQueue)
         return CLEARLY * self._queue.value(snapshot) < self._arena.next_value()
 
     def skip(self, table: StateTable, depth: int, place: int) -> None:
