@@ -84,22 +84,3 @@ def test_nothing_is_taken_inside_while_other_memory_is_worth_more(used: bool) ->
     serve(scheduler, executor, [9] * 700)
     assert counters.snapshots_skipped > skipped, "places between those that are worth it"
     assert (counters.snapshots_taken > before + 2) == used, "beside the ends of the prompt and of the answer"
-
-
-def test_answers_that_no_prompt_repeats_are_skipped_and_remembered() -> None:
-    scheduler = create(400, 1, (STATES,), budget=BUDGET, block_size=SIZE, eviction="cost")
-    executor, counters = executor_for(scheduler), scheduler.kv.pool.counters
-    for place in (PROMPT, INSIDE):
-        learn(scheduler, place, used=True)
-    learn(scheduler, ANSWER, used=False)
-    role = role_at_end(new_role(ANSWER), ending(TOKENS))
-    for number in range(1, 8):
-        request = serve(scheduler, executor, [number] * 700)
-    assert counters.snapshots_skipped > 0
-    policy = scheduler.kv.pool.policy
-    assert isinstance(policy, CostAware)
-    returned = sum(policy._history._returned[role])
-    prompt, answer = request.prompt_token_ids, request.sequences[0].output_token_ids
-    again = serve(scheduler, executor, [*prompt, *answer, 8, 8])
-    assert again.num_cached_tokens < 700, "no states are behind the answer"
-    assert sum(policy._history._returned[role]) == returned + 1, "the skipped one would have been begun with"

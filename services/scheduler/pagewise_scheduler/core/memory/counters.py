@@ -23,7 +23,7 @@ class MemoryCounters:
         snapshots_taken: snapshots of windows or states that were made on the device. snapshots_used: sequences that
             began with one. snapshots_unused: were lost before any sequence began with them: no tier kept them, or the
             blocks before them.
-            snapshots_skipped: places of prompts, and ends of answers, at which none was taken because other memory was
+            snapshots_skipped: places of prompts at which none was taken because other memory was
             worth more.
             snapshots_demoted: went to host memory when the device evicted them. snapshots_loaded: with which sequences
             began that had to bring them from another tier or executor.

@@ -16,7 +16,7 @@ from pagewise_scheduler.core.memory.block_table import BlockTable, StateTable, W
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.roles import INSIDE, JUNCTION, PROMPT
 from pagewise_scheduler.core.tiers.arena import Arena
-from pagewise_scheduler.core.tiers.states import CLEARLY, StateGroup
+from pagewise_scheduler.core.tiers.states import StateGroup
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _LEAST_TOKENS = 64
@@ -27,6 +27,8 @@ _MOST_PLACES = 32
 """Places inside of a prompt."""
 _FREE_SHARE = 2
 """One in so many of the free pages may be taken by the snapshots inside of one prompt."""
+_CLEARLY = 16.0
+"""A snapshot that the rules of places promise is not taken if other memory is worth so many times as much."""
 _TIMES_MORE = 2.0
 """A snapshot inside of a prompt is worth so many times as much as what is evicted for it: many are never used."""
 _LEAST_VALUE = 1e-12
@@ -88,7 +90,7 @@ class PlaceWorth:
         if depth in table.tails:
             place, pages = PROMPT, pages + saved * self._block_pages
         price = self._arena.next_value()
-        return CLEARLY * self._policy.value_of_new(place, depth) * saved >= price * pages
+        return _CLEARLY * self._policy.value_of_new(place, depth) * saved >= price * pages
 
     def _choose_inside(self, table: BlockTable, one: StateTable, start: int, stop: int, spare: int) -> None:
         """Add places between those that are due, as far as the sequence has blocks of states for them.

@@ -14,21 +14,17 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, StateTable, WindowTable
-from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, PREEMPTED
+from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS
 from pagewise_scheduler.core.memory.eviction_history import key_of, snapshot_key
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.memory.roles import ANSWER, INSIDE, new_role, place_of, role_after, role_at_end
 from pagewise_scheduler.core.tiers.snapshots import Snapshot, nearest_pool
-from pagewise_scheduler.core.tiers.state_queue import StateQueue
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _MOST_BLOCKS = 4
 """Blocks of a sequence: the one that it writes, the one behind its last full block, and two that steps in flight leave
 or that become snapshots."""
-
-CLEARLY = 16.0
-"""A snapshot that the rules of places promise is not taken if other memory is worth so many times as much."""
 
 
 class StateGroup(WindowGroup):
@@ -160,11 +156,7 @@ class StateGroup(WindowGroup):
             self.has_role(node, role)
 
     def take_snapshot(self, node: CachedBlock, table: WindowTable, place: int) -> None:
-        """Keep the states behind ``node``, if the table has kept them. ``place``: see ``roles``.
-
-        Those at the end of an answer are skipped if they are clearly not worth their memory, unless the sequence was
-        preempted.
-        """
+        """Keep the states behind ``node``, if the table has kept them. ``place``: see ``roles``."""
         assert isinstance(table, StateTable)
         token = node.depth * self.block_size
         if node.depth in table.skipped and place != ANSWER:
@@ -177,23 +169,8 @@ class StateGroup(WindowGroup):
         if not table.loading and (at >= 0 or token == table.stop):
             snapshot = Snapshot([node], node.depth - 1, [table.blocks[at]], 0)
             snapshot.kind = new_role(place)
-            if place == ANSWER and table.step and self._is_worthless(snapshot):
-                self.skip(table, node.depth, place)
-                return
             self._counters.snapshots_taken += 1
             self._add(snapshot)
-
-    def _is_worthless(self, snapshot: Snapshot) -> bool:
-        """Whether a snapshot at the end of an answer is clearly not worth its memory.
-
-        The pages are free if they are more than the states that the next sequence takes.
-        """
-        ending = snapshot.node.kind % NUM_ENDINGS
-        if ending == PREEMPTED or self._arena.num_free >= (self.most_blocks + 1) * self.pages_per_block:
-            return False
-        snapshot.kind, snapshot.last_used = role_at_end(snapshot.kind, ending), self._policy.tick()
-        assert isinstance(self._queue, StateQueue)
-        return CLEARLY * self._queue.value(snapshot) < self._arena.next_value()
 
     def skip(self, table: StateTable, depth: int, place: int) -> None:
         """Take no snapshot behind ``depth`` blocks, because other memory is worth more."""
