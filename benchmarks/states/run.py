@@ -19,7 +19,7 @@ from pagewise_shared.config.options import EvictionName
 from benchmarks.record import record_file, write_record
 from benchmarks.states.models import BLOCK_SIZE, MODELS, Model
 from benchmarks.states.rules import Known, oracle, rules
-from benchmarks.states.traces import Future, conversations, recorded
+from benchmarks.states.traces import Future, conversations, edited, recorded
 
 FIXED = ("align", "each 256", "each 1,024", "each 4,096", "branch")
 RULES = (*FIXED, "ours", "oracle")
@@ -53,19 +53,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
-        "--traces", nargs="+", choices=("agentic", "conversation", "shifted"), default=["agentic", "shifted"]
+        "--traces", nargs="+", choices=("agentic", "conversation", "edited", "shifted"), default=["agentic", "shifted"]
     )
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--fixed-eviction", choices=get_args(EvictionName), default="cost", help="of fixed rules")
     parser.add_argument("--gib", type=float, nargs="+", default=[16.0, 64.0])
     parser.add_argument("--requests", type=int, default=843, help="the first of a recorded trace")
-    parser.add_argument("--sessions", type=int, default=120, help="of the synthetic trace")
+    parser.add_argument("--sessions", type=int, default=120, help="of a synthetic trace, or its documents")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     print(f"{'':<14}{'':<26}{'GiB':>6}" + "".join(f"{rule:>12}" for rule in args.rules) + f"{'gap closed':>12}")
     for name in args.traces:
-        trace = conversations(args.sessions) if name == "shifted" else recorded(name, args.requests)
+        made = {"shifted": conversations, "edited": edited}.get(name)
+        trace = made(args.sessions) if made is not None else recorded(name, args.requests)
         future = Future(trace)
         for model in args.models:
             for gib in args.gib:

@@ -60,6 +60,22 @@ def conversations(num_sessions: int, seed: int = 0, *, systems: int = 6) -> list
     return sorted(turns, key=lambda one: one.recorded)
 
 
+def edited(num_documents: int, seed: int = 0) -> list[TraceRequest]:
+    """Prompts of 4,000 to 24,000 tokens that come up to six times, each time with other tokens from a random place in
+    their last 70 percent on, as if a file had been edited there. No prompt says where the next one leaves it."""
+    rng = random.Random(seed)  # nosec B311 # no secret
+    names = iter(range(1, 1 << 29))
+    turns: list[TraceRequest] = []
+    for _ in range(num_documents):
+        size, at = rng.randint(4000, 24000), rng.random() * 3000
+        text = array("i", [next(names)] * size)
+        for _ in range(rng.choice((1, 2, 2, 3, 4, 6))):
+            turns.append(Turn(at, size, 64, recorded=at, tokens=text))
+            kept = rng.randint(size * 3 // 10, size - 1)
+            text, at = text[:kept] + array("i", [next(names)] * (size - kept)), at + rng.expovariate(1 / 60)
+    return sorted(turns, key=lambda one: one.recorded)
+
+
 class Future:
     """The knowledge that an oracle has of a trace whose requests run one after the other.
 

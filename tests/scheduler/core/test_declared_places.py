@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.core.tiers import declared_places
+from pagewise_scheduler.core.tiers import declared_places, place_worth
 from pagewise_scheduler.core.tiers.arena import WindowShape
 
 from tests.scheduler.core.arenas import check_arena, check_tokens, create, drive_at_random
@@ -108,10 +108,12 @@ def test_no_rule_of_memory_is_broken_wherever_places_are(seed: int, places: list
     windows = [(WindowShape(2, rng.choice((1, 3, 9)), state=True),), (WINDOW,), (WINDOW, STATES)][rng.randrange(3)]
     pages, budget, longest = rng.choice((1, 2, 5)), rng.choice((3, 8, 32)), 40
     needed = create(10**6, pages, windows, budget=budget).kv.room_for(longest)
-    scheduler = create(
-        needed + rng.randrange(30), pages, windows, budget=budget, seqs=rng.choice((1, 3, 8)),
-        eviction=rng.choice(("lru", "cost")), host_pages=rng.choice((0, 10, needed)),
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:  # also inside of prompts
+        patch.setattr(place_worth, "_LEAST_TOKENS", 1)
+        scheduler = create(
+            needed + rng.randrange(90), pages, windows, budget=budget, seqs=rng.choice((1, 3, 8)),
+            eviction=rng.choice(("lru", "cost")), host_pages=rng.choice((0, 10, needed)),
+        )  # fmt: skip
     executor = executor_for(scheduler)
 
     def copied() -> None:

@@ -8,6 +8,7 @@ const EVENTS = [
   ["snapshots_taken", "taken", "Windows or states at the ends of prompts and answers, and where prompts part"],
   ["snapshots_used", "used", "Sequences that began at one"],
   ["snapshots_unused", "evicted unused", "Evicted before any sequence began at them, and kept by no tier"],
+  ["snapshots_skipped", "skipped", "Places that took none, because other memory was worth more"],
   ["snapshots_demoted", "demoted", "Went to host memory when the device evicted them"],
   ["snapshots_loaded", "loaded", "Came from another tier or executor for a sequence"],
 ];

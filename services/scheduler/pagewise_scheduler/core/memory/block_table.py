@@ -43,6 +43,9 @@ class StateTable(WindowTable):
     which steps write, which is the last of ``blocks``. There is none of these until its first step is planned.
 
     ``declared``: numbers of tokens behind which it keeps states if ``StateGroup.most_blocks`` suffice.
+    ``step``: the blocks between places inside of its prompt that may take snapshots; 0: none does. ``since``: the last
+    place so far, in blocks, of ``num_blocks``. ``inside``: the places inside that take one. ``skipped``: the places
+    that take none because it would not be worth its memory, with their roles' places (see ``roles``).
     ``entry``: the tokens behind which the sequence begins that joins next; None: some step has written. ``stop``: the
     number of tokens behind which the last block has the states when all planned steps are back; in decoding, the end of
     the block of tokens.
@@ -52,6 +55,11 @@ class StateTable(WindowTable):
     declared: list[int] = field(default_factory=list)
     stop: int = -1
     entry: int | None = None
+    step: int = 0
+    since: int = 0
+    num_blocks: int = 0
+    inside: list[int] = field(default_factory=list)
+    skipped: dict[int, int] = field(default_factory=dict)
 
     def take(self, other: WindowTable) -> None:
         """Take copies of the lists of blocks and tokens of ``other``."""
@@ -63,6 +71,7 @@ class StateTable(WindowTable):
         """Hold nothing any more."""
         WindowTable.clear(self)
         self.tokens, self.entry, self.stop = [], None, -1
+        self.step, self.inside, self.skipped = 0, [], {}
 
     def joined(self) -> tuple[int, list[int]]:
         """How a sequence that joins describes it, as ``NewSequence.windows`` has it."""

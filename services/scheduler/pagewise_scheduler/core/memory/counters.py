@@ -23,6 +23,8 @@ class MemoryCounters:
         snapshots_taken: snapshots of windows or states that were made on the device. snapshots_used: sequences that
             began with one. snapshots_unused: were lost before any sequence began with them: no tier kept them, or the
             blocks before them.
+            snapshots_skipped: places of prompts at which none was taken because other memory was
+            worth more.
             snapshots_demoted: went to host memory when the device evicted them. snapshots_loaded: with which sequences
             began that had to bring them from another tier or executor.
     """
@@ -44,6 +46,7 @@ class MemoryCounters:
     snapshots_taken: int = 0
     snapshots_used: int = 0
     snapshots_unused: int = 0
+    snapshots_skipped: int = 0
     snapshots_demoted: int = 0
     snapshots_loaded: int = 0
 

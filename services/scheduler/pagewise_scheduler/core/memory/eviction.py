@@ -4,6 +4,8 @@ import heapq
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from pagewise_shared.protocol import DEVICE
+
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 if TYPE_CHECKING:
@@ -102,6 +104,10 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def value_of_new(self, place: int, depth: int) -> float:
+        """The ``value`` of a block at ``depth`` for a snapshot that is taken at a place now (see ``roles``)."""
+        ...
+
     def probability(self, block: CachedBlock) -> float:
         """How likely the block is used again, 0 to 1, as far as is known."""
         ...
@@ -145,6 +151,10 @@ class LeastRecentlyUsed:
         """The tick."""
         return (use or block).last_used
 
+    def value_of_new(self, place: int, depth: int) -> float:
+        """The tick."""
+        return self.now
+
     def probability(self, block: CachedBlock) -> float:
         """Nothing is known."""
         return 0.5
@@ -165,12 +175,12 @@ class CostAware:
     use saves.
 
     All blocks have the same size, so the blocks that save the most seconds per unit of time stay.
-    ``seconds(block)``: the time of the cheapest recovery if its tier loses the block.
+    ``seconds(depth, tier)``: the time of the cheapest recovery if the tier loses the block at that depth.
     """
 
     learns = True
 
-    def __init__(self, seconds: Callable[[CachedBlock], float], history: "UseHistory") -> None:
+    def __init__(self, seconds: Callable[[int, int], float], history: "UseHistory") -> None:
         self._seconds = seconds
         self._history = history
 
@@ -194,7 +204,11 @@ class CostAware:
     def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         """The seconds that keeping the block saves, per unit of time (one block that comes into the caches)."""
         use = use or block
-        return self._history.density(use.kind, use.last_used) * self._seconds(block)
+        return self._history.density(use.kind, use.last_used) * self._seconds(block.depth, block.nearest_tier)
+
+    def value_of_new(self, place: int, depth: int) -> float:
+        """The same of a snapshot on the device."""
+        return self._history.density_of_new(place) * self._seconds(depth, DEVICE)
 
     def probability(self, block: CachedBlock) -> float:
         """How likely the block is used again."""

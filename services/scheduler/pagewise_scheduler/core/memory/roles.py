@@ -9,17 +9,22 @@ has become of it: all others went on from later ones, one has begun with it, or 
 
 from pagewise_scheduler.core.memory.eviction import NUM_BLOCK_CLASSES, NUM_ENDINGS
 
-PROMPT, ANSWER, JUNCTION = range(3)
-"""Near the end of a prompt, at the end of an answer, and anywhere else."""
-_NUM_PLACES, _PER_PLACE = 3, 3
-FIRST_KNOWN = NUM_BLOCK_CLASSES + _NUM_PLACES * NUM_ENDINGS
+PROMPT, ANSWER, JUNCTION, INSIDE = range(4)
+"""Near the end of a prompt, at the end of an answer, at a junction or a declared place, and elsewhere in a prompt."""
+NUM_PLACES, _PER_PLACE = 4, 3
+FIRST_KNOWN = NUM_BLOCK_CLASSES + NUM_PLACES * NUM_ENDINGS
 """The first role of snapshots of which it is known what has become of them."""
-NUM_CLASSES = FIRST_KNOWN + _NUM_PLACES * _PER_PLACE
+NUM_CLASSES = FIRST_KNOWN + NUM_PLACES * _PER_PLACE
 
 
 def new_role(place: int) -> int:
     """The role of a snapshot that is taken at a place."""
     return NUM_BLOCK_CLASSES + place * NUM_ENDINGS
+
+
+def place_of(role: int) -> int:
+    """The place where the snapshots of a role are taken."""
+    return (role - FIRST_KNOWN) // _PER_PLACE if role >= FIRST_KNOWN else (role - NUM_BLOCK_CLASSES) // NUM_ENDINGS
 
 
 def role_at_end(role: int, ending: int) -> int:

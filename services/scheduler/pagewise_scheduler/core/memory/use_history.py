@@ -24,7 +24,7 @@ from pagewise_scheduler.core.memory.eviction import (
     PREEMPTED,
 )
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, hash_of
-from pagewise_scheduler.core.memory.roles import FIRST_KNOWN, NUM_CLASSES
+from pagewise_scheduler.core.memory.roles import FIRST_KNOWN, INSIDE, NUM_CLASSES, NUM_PLACES, new_role
 
 _STRIDE = 16
 _LEAST_REMEMBERED, _REMEMBERED_PER_BLOCK, _MOST_REMEMBERED = 1 << 12, 4, 1 << 18
@@ -43,9 +43,15 @@ _WIDTHS = [end - begin for begin, end in zip([0.0, *_BOUNDS], _BOUNDS, strict=Fa
 _PRIOR_RATES, _PRIOR_WEIGHT = [0.15, *[0.05] * (_SPANS - 1)], 1.0
 """Where nothing is known, one in twenty of the prefixes that reach a span is used again in it, three times as many in
 the first, which is that much longer. As spans grow, an older prefix is worth less than a younger one: that is LRU."""
-_ALIKE = ((0, NUM_BLOCK_CLASSES, 4.0), (NUM_BLOCK_CLASSES, FIRST_KNOWN, 16.0), (FIRST_KNOWN, NUM_CLASSES, 16.0))
-"""Classes of blocks, of new snapshots, and of others, up to the second number: how often all of them return says
-something of each, as much as so many of its own."""
+_ALIKE = (
+    (0, NUM_BLOCK_CLASSES, 4.0, 1.0),
+    (NUM_BLOCK_CLASSES, new_role(INSIDE), 16.0, 1.0),
+    (new_role(INSIDE), FIRST_KNOWN, 16.0, 0.125),
+    (FIRST_KNOWN, NUM_CLASSES, 16.0, 1.0),
+)
+"""Classes of blocks, of new snapshots, of new ones inside of prompts, and of others, up to the second number: how often
+all of them return says something of each, as much as so many of its own. Where nothing is known, they return so many
+times as often as ``_PRIOR_RATES`` say: prompts rarely leave others at a place that nothing else points to."""
 _ANNOUNCED, _MOST_ANNOUNCED = 4.0, 0.5
 """Until more is known of a class whose return is announced, it returns so many times as often as all classes do, but
 not in more than half of all cases. If clients announce returns that do not happen, their classes get a low value."""
@@ -83,8 +89,11 @@ class UseHistory:
         self._reached = [[0.0] * _SPANS for _ in range(NUM_CLASSES)]
         self._returned = [[0.0] * _SPANS for _ in range(NUM_CLASSES)]
         self._counted = [0] * _SPANS
-        densities = [_densities(rates) for rates in _expected(_PRIOR_RATES)]
-        self._densities = [densities[_is_announced(kind)] for kind in range(NUM_CLASSES)]
+        self._densities: list[list[float]] = []
+        for first, end, _, often in _ALIKE:
+            densities = [_densities(rates) for rates in _expected([often * rate for rate in _PRIOR_RATES])]
+            self._densities += [densities[_is_announced(kind)] for kind in range(first, end)]
+        self._new = [self._densities[new_role(place)][0] for place in range(NUM_PLACES)]
         self._num_uses = self._halved = 0
         self._next_lesson = 1
 
@@ -99,6 +108,10 @@ class UseHistory:
     def density(self, kind: int, last_used: int) -> float:
         """Uses per block that comes in, if a block of that class is kept from now on for as long as is best."""
         return self._densities[kind][_span(self.now - last_used)]
+
+    def density_of_new(self, place: int) -> float:
+        """The density of a snapshot that is taken at a place now. It is not known yet how its sequence will end."""
+        return self._new[place]
 
     def probability(self, kind: int, last_used: int) -> float:
         """The probability that a block of that class and age is used again: the share of earlier ones of that age."""
@@ -171,10 +184,10 @@ class UseHistory:
         self._forget()
         self._count_reached()
         self._reached[0] = [0.0] * _SPANS  # prefixes that were used again, or forgotten
-        for first, end, weight in _ALIKE:
+        for first, end, weight, often in _ALIKE:
             reached, returned = self._reached[first:end], self._returned[first:end]
             common = [
-                (sum(back) + _PRIOR_WEIGHT * rate) / (sum(all_) + _PRIOR_WEIGHT)
+                (sum(back) + _PRIOR_WEIGHT * often * rate) / (sum(all_) + _PRIOR_WEIGHT)
                 for all_, back, rate in zip(
                     zip(*reached, strict=True), zip(*returned, strict=True), _PRIOR_RATES, strict=True
                 )
@@ -187,7 +200,17 @@ class UseHistory:
                     self._densities[kind] = _densities(
                         [(one_back + weight * rate) / (one + weight) for one, one_back, rate in rates]
                     )
+        self._learn_places()
         self._next_lesson = self._num_uses + min(self._num_uses, _MOST_BETWEEN_LESSONS)
+
+    def _learn_places(self) -> None:
+        """Compute the densities of new snapshots by place: of each ending, as often as it was seen."""
+        for place in range(NUM_PLACES):
+            first = new_role(place)
+            counts = [self._reached[kind][0] for kind in range(first, first + NUM_ENDINGS)]
+            if total := sum(counts):
+                found = (count * self._densities[first + ending][0] for ending, count in enumerate(counts))
+                self._new[place] = sum(found) / total
 
     def _count_reached(self) -> None:
         """Count the prefixes that have reached each span since the last time; now and then, halve all counts."""

@@ -119,6 +119,11 @@ class Arena:
         """Pages that can be taken: free ones, and pages of cached blocks, which are evicted for it."""
         return self.num_pages - sum((one.num_used - one.num_cached) * one.pages_per_block for one in self.members)
 
+    def next_value(self) -> float:
+        """The value of each page that is evicted next; 0 if none can be."""
+        value = min((value for one in self.members if (value := one.next_value()) is not None), default=inf)
+        return value if value < inf else 0.0
+
     def make_room(self, num_pages: int, copies: list[BlockCopy]) -> bool:
         """Evict until ``num_pages`` are free; False: there are fewer.
 

@@ -395,5 +395,5 @@ def make_policy(eviction: Eviction, costs: CostModel, num_blocks: int) -> Evicti
     if eviction == "cost" or isinstance(eviction, UseHistory):
         history = eviction if isinstance(eviction, UseHistory) else UseHistory()
         history.serve(num_blocks)
-        return CostAware(lambda block: costs.seconds_lost(block.depth, block.nearest_tier), history)
+        return CostAware(costs.seconds_lost, history)
     return eviction

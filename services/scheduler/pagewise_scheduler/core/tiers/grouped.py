@@ -11,13 +11,13 @@ from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree, ancestors
-from pagewise_scheduler.core.memory.roles import ANSWER, JUNCTION, PROMPT
+from pagewise_scheduler.core.memory.roles import ANSWER
 from pagewise_scheduler.core.tiers.arena import Arena, ArenaShape, SharedBlockPool, SharedHostTier
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
-from pagewise_scheduler.core.tiers.declared_places import add_declared
 from pagewise_scheduler.core.tiers.device import BlockPool
 from pagewise_scheduler.core.tiers.host import HostTier
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_scheduler.core.tiers.place_worth import place_in, worth_of
 from pagewise_scheduler.core.tiers.snapshot_places import SnapshotPlaces
 from pagewise_scheduler.core.tiers.snapshots import SnapshotPool, nearest_pool
 from pagewise_scheduler.core.tiers.states import StateGroup
@@ -72,7 +72,6 @@ class GroupedKVCacheManager(KVCacheManager):
         self, num_blocks: int, tree: PrefixTree, policy: EvictionPolicy, counters: MemoryCounters, below: Tier | None
     ) -> BlockPool:
         shape, self._arena = self.shape, Arena(self.shape.num_pages)
-        self._places = SnapshotPlaces()
         pool = SharedBlockPool(num_blocks, tree, policy, counters, below)
         pool.share(self._arena, shape.pages_per_block, self._forget_snapshots, self.can_begin)
         changed = self._windows_changed
@@ -82,6 +81,9 @@ class GroupedKVCacheManager(KVCacheManager):
                 number, one, self.block_size, shape.most_tokens, self._arena, policy, counters, changed, below
             )
             for number, (one, below) in enumerate(zip(shape.windows, lower, strict=True), 1)
+        )
+        self._places = SnapshotPlaces(
+            worth_of(self.windows, self._arena, policy, shape.pages_per_block, self.num_missing)
         )
         for tier in self.hashed.values():
             tier.windows = self.windows
@@ -336,10 +338,7 @@ class GroupedKVCacheManager(KVCacheManager):
 
         They are near its end, where it leaves the path of others (``SnapshotPlaces``), and at declared ``places``.
         """
-        begin = max(prefix.resume, len(prefix.blocks))
-        self._places.choose(table, prefix, begin, num_tokens // self.block_size, self.windows)
-        if places:
-            add_declared(table, begin, places, self.windows)
+        self._places.expect(table, prefix, num_tokens // self.block_size, self.windows, places)
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]
@@ -357,7 +356,7 @@ class GroupedKVCacheManager(KVCacheManager):
             depth = table.due.pop(0)
             node = next(one for one in ancestors(table.last_node) if one.depth == depth)
             for group, one in zip(self.windows, table.windows, strict=True):
-                group.take_snapshot(node, one, PROMPT if depth in table.tails else JUNCTION)
+                group.take_snapshot(node, one, place_in(table, one, depth))
                 if depth in table.tails and (snapshot := group.at.get(node)) is not None:
                     snapshot.tail = table.tails[depth]
 
@@ -374,6 +373,8 @@ class GroupedKVCacheManager(KVCacheManager):
     ) -> tuple[list[tuple[int, int, int]], Copies]:
         """Let the table hold the windows of the tokens from ``start`` to ``num_tokens``."""
         copies, added = list[BlockCopy](), list[tuple[int, int, int]]()
+        if table.due:
+            self._places.computes(table, start, num_tokens)
         for group, one in zip(self.windows, table.windows, strict=True):
             due = [*table.due, *ends] if isinstance(group, StateGroup) else table.due
             found, made = group.grow(one, start, num_tokens, in_flight_step, due)

@@ -11,6 +11,8 @@ from itertools import islice
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
+from pagewise_scheduler.core.tiers.declared_places import add_declared
+from pagewise_scheduler.core.tiers.place_worth import PlaceWorth
 from pagewise_scheduler.core.tiers.snapshots import Snapshot, SnapshotPool
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
@@ -23,18 +25,39 @@ _MOST_COUNTED = 512.0
 
 
 class SnapshotPlaces:
-    """Chooses places by what was seen of earlier prompts."""
+    """Chooses places by what was seen of earlier prompts. ``worth``: of states, whose values are learned."""
 
-    def __init__(self) -> None:
+    def __init__(self, worth: PlaceWorth | None) -> None:
+        self._worth = worth
         # By number of blocks: prompts that were left so many blocks before their end. At first, as if two had been,
         # anywhere near it: a place that is some blocks too early costs little, and one that is too late all.
         self._left = [0.4] * _NEAR + [0.0] * (_MOST_LEFT - _NEAR)
 
-    def choose(
+    def expect(
+        self,
+        table: BlockTable,
+        prefix: CachedPrefix,
+        num_blocks: int,
+        groups: Sequence[WindowGroup],
+        declared: Sequence[int],
+    ) -> None:
+        """Note in the table of a prompt of ``num_blocks`` full blocks, which begins with ``prefix``, where it is to
+        take snapshots. ``declared``: further places, in tokens."""
+        begin = max(prefix.resume, len(prefix.blocks))
+        self._choose(table, prefix, begin, num_blocks, groups)
+        if declared:
+            add_declared(table, begin, declared, groups)
+        if self._worth is not None:
+            self._worth.expect(table, begin, num_blocks)
+
+    def computes(self, table: BlockTable, start: int, stop: int) -> None:
+        """The tokens from ``start`` to ``stop`` of a prompt are to be computed next."""
+        if self._worth is not None:
+            self._worth.choose(table, start, stop)
+
+    def _choose(
         self, table: BlockTable, prefix: CachedPrefix, begin: int, num_blocks: int, groups: Sequence[WindowGroup]
     ) -> None:
-        """Note in the table of a prompt of ``num_blocks`` full blocks, of which ``begin`` are cached, where it is to
-        take snapshots."""
         end, junction = num_blocks, prefix.junction
         states = next((group for group in groups if not group.margin), None)
         if states is not None:

@@ -246,6 +246,7 @@ class SnapshotPool:
                     self._counters.snapshots_unused += not snapshot.was_used
             elif node is snapshot.node:
                 snapshot.node = snapshot.points[0]
+                snapshot.since = min(snapshot.since, snapshot.node.depth)
             self.changed(node)
 
     def spoilt(self, node: CachedBlock) -> None:

@@ -17,7 +17,7 @@ from pagewise_scheduler.core.memory.block_table import BlockTable, StateTable, W
 from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS
 from pagewise_scheduler.core.memory.eviction_history import key_of, snapshot_key
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
-from pagewise_scheduler.core.memory.roles import new_role, role_after, role_at_end
+from pagewise_scheduler.core.memory.roles import ANSWER, INSIDE, new_role, place_of, role_after, role_at_end
 from pagewise_scheduler.core.tiers.snapshots import Snapshot, nearest_pool
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 from pagewise_scheduler.core.tiers.windows import WindowGroup
@@ -71,6 +71,12 @@ class StateGroup(WindowGroup):
         last = table.blocks[-1]
         return int(self.users(last) > 1 or self.has_snapshot(last))
 
+    def marks_start(self, table: StateTable, start: int, num_tokens: int) -> bool:
+        """Whether a table is to have another block for the tokens from ``start`` to ``num_tokens`` on."""
+        if start in table.tokens or table.entry is not None:
+            return False
+        return (start < num_tokens and start % self.block_size == 0) or self.num_to_write(table) > 0
+
     def grow(
         self,
         table: WindowTable,
@@ -90,9 +96,8 @@ class StateGroup(WindowGroup):
         assert isinstance(table, StateTable)
         copies: list[BlockCopy] = []
         size, blocks, tokens = self.block_size, table.blocks, table.tokens
-        marks = [depth * size for depth in due if start < depth * size < num_tokens]
-        ends_here = start < num_tokens and start % size == 0
-        if start not in tokens and table.entry is None and (ends_here or self.num_to_write(table)):
+        marks = [depth * size for depth in due if start < depth * size < num_tokens and depth not in table.skipped]
+        if self.marks_start(table, start, num_tokens):
             marks.insert(0, start)
         last = num_tokens // size * size
         # A chunk that ends with a block needs no mark: the next one has it, at its start.
@@ -100,8 +105,9 @@ class StateGroup(WindowGroup):
         if goes_on and last not in marks and len(blocks) + len(marks) < self.most_blocks:
             marks.append(last)
         if (excess := len(blocks) + len(marks) - self.most_blocks) > 0:  # admission has counted no more
-            saved = {token: token - before for before, token in pairwise([start, *marks]) if token in table.declared}
-            given_up = [token for token in sorted(saved, key=lambda token: saved[token]) if token > start]
+            optional = {*table.declared, *(depth * size for depth in table.inside)} - {start}
+            saved = {token: token - before for before, token in pairwise([start, *marks]) if token in optional}
+            given_up = sorted(saved, key=lambda token: (token in table.declared, saved[token]))
             if marks and marks[0] == start and not self.num_to_write(table):
                 given_up.append(start)  # a preemption then loses the chunk before
             marks = [token for token in marks if token not in given_up[:excess]]
@@ -131,15 +137,21 @@ class StateGroup(WindowGroup):
     def ended(self, table: BlockTable) -> None:
         """A sequence has ended: the snapshots on its path have other roles from now on.
 
-        The last one that an earlier sequence took counts as begun with, even if it was lost meanwhile.
+        The last one that an earlier sequence took counts as begun with, even if it was lost meanwhile. One inside of a
+        prompt that was lost or skipped does not keep the one before it from counting.
         """
-        policy, is_last = self._policy, True
+        policy, is_begun, is_missed, one = self._policy, False, False, table.windows[self.number - 1]
+        assert isinstance(one, StateTable)
         for node in ancestors(table.last_node) if policy.learns else ():
             key, returned = snapshot_key(key_of(node), self.number), False
             if known := policy.role(key):
-                role, returned, is_last = role_after(known, begun=is_last), is_last, False
+                missing = place_of(known) == INSIDE and nearest_pool(self, node) is None
+                returned = not (is_begun or (missing and is_missed))
+                role, is_missed, is_begun = role_after(known, begun=returned), missing, is_begun or not missing
             elif (pool := nearest_pool(self, node)) is not None:
                 role = role_at_end(pool.at[node].kind, node.kind % NUM_ENDINGS)
+            elif node.depth in one.skipped:
+                role = role_at_end(new_role(one.skipped[node.depth]), node.kind % NUM_ENDINGS)
             else:
                 continue
             if returned or role != known:
@@ -150,13 +162,20 @@ class StateGroup(WindowGroup):
         """Keep the states behind ``node``, if the table has kept them. ``place``: see ``roles``."""
         assert isinstance(table, StateTable)
         token = node.depth * self.block_size
+        if node.depth in table.skipped and place != ANSWER:
+            return
         if node in self.at:
             self._use(self.at[node])
             return
         # If a step were planned behind ``stop``, it would write elsewhere.
         at = table.tokens.index(token) if token in table.tokens else -1
         if not table.loading and (at >= 0 or token == table.stop):
-            self._counters.snapshots_taken += 1
             snapshot = Snapshot([node], node.depth - 1, [table.blocks[at]], 0)
             snapshot.kind = new_role(place)
+            self._counters.snapshots_taken += 1
             self._add(snapshot)
+
+    def skip(self, table: StateTable, depth: int, place: int) -> None:
+        """Take no snapshot behind ``depth`` blocks, because other memory is worth more."""
+        self._counters.snapshots_skipped += depth not in table.skipped
+        table.skipped[depth] = place
