@@ -43,9 +43,14 @@ _WIDTHS = [end - begin for begin, end in zip([0.0, *_BOUNDS], _BOUNDS, strict=Fa
 _PRIOR_RATES, _PRIOR_WEIGHT = [0.15, *[0.05] * (_SPANS - 1)], 1.0
 """Where nothing is known, one in twenty of the prefixes that reach a span is used again in it, three times as many in
 the first, which is that much longer. As spans grow, an older prefix is worth less than a younger one: that is LRU."""
-_ALIKE = ((0, NUM_BLOCK_CLASSES, 4.0), (NUM_BLOCK_CLASSES, FIRST_KNOWN, 16.0), (FIRST_KNOWN, NUM_CLASSES, 16.0))
+_ALIKE = (
+    (0, NUM_BLOCK_CLASSES, 4.0, 1.0),
+    (NUM_BLOCK_CLASSES, FIRST_KNOWN, 16.0, 1.0),
+    (FIRST_KNOWN, NUM_CLASSES, 16.0, 0.1),
+)
 """Classes of blocks, of new snapshots, and of others, up to the second number: how often all of them return says
-something of each, as much as so many of its own."""
+something of each, as much as so many of its own. The last number: how often they return until something is known, in
+``_PRIOR_RATES``. Conversations go on from their newest snapshots, so the others are expected to be used more rarely."""
 _ANNOUNCED, _MOST_ANNOUNCED = 4.0, 0.5
 """Until more is known of a class whose return is announced, it returns so many times as often as all classes do, but
 not in more than half of all cases. If clients announce returns that do not happen, their classes get a low value."""
@@ -83,8 +88,10 @@ class UseHistory:
         self._reached = [[0.0] * _SPANS for _ in range(NUM_CLASSES)]
         self._returned = [[0.0] * _SPANS for _ in range(NUM_CLASSES)]
         self._counted = [0] * _SPANS
-        densities = [_densities(rates) for rates in _expected(_PRIOR_RATES)]
-        self._densities = [densities[_is_announced(kind)] for kind in range(NUM_CLASSES)]
+        self._densities: list[list[float]] = []
+        for first, end, _, prior in _ALIKE:
+            densities = [_densities(rates) for rates in _expected([prior * rate for rate in _PRIOR_RATES])]
+            self._densities += [densities[_is_announced(kind)] for kind in range(first, end)]
         self._num_uses = self._halved = 0
         self._next_lesson = 1
 
@@ -171,10 +178,10 @@ class UseHistory:
         self._forget()
         self._count_reached()
         self._reached[0] = [0.0] * _SPANS  # prefixes that were used again, or forgotten
-        for first, end, weight in _ALIKE:
+        for first, end, weight, prior in _ALIKE:
             reached, returned = self._reached[first:end], self._returned[first:end]
             common = [
-                (sum(back) + _PRIOR_WEIGHT * rate) / (sum(all_) + _PRIOR_WEIGHT)
+                (sum(back) + _PRIOR_WEIGHT * prior * rate) / (sum(all_) + _PRIOR_WEIGHT)
                 for all_, back, rate in zip(
                     zip(*reached, strict=True), zip(*returned, strict=True), _PRIOR_RATES, strict=True
                 )
