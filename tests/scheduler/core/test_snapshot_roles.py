@@ -62,6 +62,34 @@ def test_roles_that_return_are_worth_more_than_others() -> None:
     assert history.density(used, history.now) > 10 * history.density(unused, history.now)
 
 
+def test_passed_snapshots_are_expected_to_be_used_more_rarely_until_more_is_known() -> None:
+    history = UseHistory()
+    for new in (role_at_end(new_role(place), TOOL_CALL) for place in (PROMPT, ANSWER, JUNCTION)):
+        for passed in (role_after(new, begun=False), role_after(new, begun=True)):
+            assert history.density(passed, history.now) < 0.5 * history.density(new, history.now)
+
+
+def test_the_snapshot_near_the_end_of_a_prompt_outlives_what_is_learned_of_answers() -> None:
+    """It inherits from the snapshot at the answer's end, which is lost first. When it becomes known that no prompt has
+    the tokens of an answer, it is still worth what snapshots near the ends of prompts are."""
+    scheduler = create(320, 1, (STATES,), eviction="cost")
+    executor = executor_for(scheduler)
+    (group,) = scheduler.kv.windows
+    serve(scheduler, executor, [*range(120)])
+    prompt, answer = sorted(group.at.values(), key=lambda one: one.node.depth)
+    own, last_used = prompt.kind, prompt.last_used
+    scheduler.kv.pool.policy._history.now += 1  # the answer's is the one that was used last
+    answer.last_used += 1
+    value = group._queue.value(prompt)
+    group._queue.bequeath(answer)
+    assert (prompt.kind, prompt.last_used) == (own, last_used)
+    assert prompt.inherited is not None
+    assert (prompt.inherited.kind, prompt.inherited.last_used) == (answer.kind, answer.last_used)
+    assert group._queue.value(prompt) >= value
+    serve(scheduler, executor, [*range(110), 7, 7])
+    assert prompt.inherited is None, "a sequence has begun with it"
+
+
 def test_what_the_next_turn_began_with_goes_before_what_it_left() -> None:
     """Conversations take turns; each has four. At the end, all of them hit what the turn before has left."""
     scheduler = create(640, 1, (STATES,), eviction="cost")

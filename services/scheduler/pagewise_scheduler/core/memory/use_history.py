@@ -47,11 +47,12 @@ _ALIKE = (
     (0, NUM_BLOCK_CLASSES, 4.0, 1.0),
     (NUM_BLOCK_CLASSES, new_role(INSIDE), 16.0, 1.0),
     (new_role(INSIDE), FIRST_KNOWN, 16.0, 0.125),
-    (FIRST_KNOWN, NUM_CLASSES, 16.0, 1.0),
+    (FIRST_KNOWN, NUM_CLASSES, 16.0, 0.1),
 )
 """Classes of blocks, of new snapshots, of new ones inside of prompts, and of others, up to the second number: how often
 all of them return says something of each, as much as so many of its own. Where nothing is known, they return so many
-times as often as ``_PRIOR_RATES`` say: prompts rarely leave others at a place that nothing else points to."""
+times as often as ``_PRIOR_RATES`` say: prompts rarely leave others at a place that nothing else points to, and
+conversations go on from their newest snapshots."""
 _ANNOUNCED, _MOST_ANNOUNCED = 4.0, 0.5
 """Until more is known of a class whose return is announced, it returns so many times as often as all classes do, but
 not in more than half of all cases. If clients announce returns that do not happen, their classes get a low value."""

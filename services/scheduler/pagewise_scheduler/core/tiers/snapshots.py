@@ -20,7 +20,7 @@ from pagewise_scheduler.core.memory.eviction import NEAREST, NUM_BLOCK_CLASSES, 
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, ancestors
 from pagewise_scheduler.core.memory.roles import JUNCTION, new_role
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape, per_page
-from pagewise_scheduler.core.tiers.state_queue import StateQueue
+from pagewise_scheduler.core.tiers.state_queue import Inherited, StateQueue
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 
 MARGIN = 64
@@ -34,12 +34,12 @@ class Snapshot:
     ``CachedBlock``. ``since``: the depth of the snapshot before it on the way from the root, from which on everything
     would be computed again without this one. ``was_used``: some sequence has begun with it. ``tail``: the blocks from
     it to the end of the prompt that took it; None: that took it elsewhere than near its end. ``entry``, ``looked``,
-    ``before``: of states, see ``StateQueue``.
+    ``before``, ``inherited``: of states, see ``StateQueue``.
     """
 
     __slots__ = (
-        "before", "blocks", "entry", "first", "kind", "last_used", "looked", "node", "points", "since", "tail",
-        "was_used",
+        "before", "blocks", "entry", "first", "inherited", "kind", "last_used", "looked", "node", "points", "since",
+        "tail", "was_used",
     )  # fmt: skip
 
     def __init__(self, points: list[CachedBlock], first: int, blocks: list[int], since: int) -> None:
@@ -49,6 +49,7 @@ class Snapshot:
         self.tail: int | None = None
         self.entry = self.looked = 0
         self.before: CachedBlock | None = None
+        self.inherited: Inherited | None = None
 
 
 class _SnapshotValues:
@@ -208,7 +209,7 @@ class SnapshotPool:
         """A sequence has begun behind a node."""
         if (snapshot := self.at.get(node)) is not None:
             self._counters.snapshots_used += 1
-            snapshot.was_used = True
+            snapshot.was_used, snapshot.inherited = True, None
             self._use(snapshot)
 
     def has_role(self, node: CachedBlock, role: int) -> None:
@@ -386,7 +387,7 @@ class SnapshotPool:
             made = Snapshot(points, first, [self._block_of[one] for one in path], snapshot.since)
             made.was_used = snapshot.was_used
             if self.has_states:
-                made.kind = snapshot.kind
+                made.kind, made.inherited = snapshot.kind, snapshot.inherited
             self._add(made, last_used=snapshot.last_used if self.has_states else None)
         self.release(known)
         return keeps

@@ -2,9 +2,10 @@
 
 import heapq
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.eviction import Evictable, EvictionPolicy
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.arena import Arena
 
@@ -13,6 +14,15 @@ if TYPE_CHECKING:
 
 _LEAST_BETWEEN_LOOKS, _SHARE_BETWEEN_LOOKS = 8, 8
 """Changes after which all snapshots are valued again: so many, and one in so many of the snapshots."""
+
+
+@dataclass(slots=True)
+class Inherited:
+    """The class and the last use of a lost snapshot, at the snapshot before it: sequences that would have begun with
+    the lost one begin there, until one does."""
+
+    kind: int
+    last_used: int
 
 
 class StateQueue:
@@ -51,7 +61,10 @@ class StateQueue:
         saved, pages = node.depth - snapshot.since, self._pages_per_block
         if not node.children:
             pages += self._arena.members[0].pages_per_block * saved
-        return self._policy.value(node, snapshot) * saved / pages
+        value = self._policy.value(node, snapshot)
+        if snapshot.inherited is not None:
+            value = max(value, self._policy.value(node, snapshot.inherited))
+        return value * saved / pages
 
     def _find_before(self, snapshot: "Snapshot") -> None:
         """Look again for the snapshot before one, if another was added or that one has gone."""
@@ -62,13 +75,20 @@ class StateQueue:
             snapshot.since = before.depth if before is not None else 0
 
     def bequeath(self, snapshot: "Snapshot") -> None:
-        """A snapshot is lost: those that would begin with it begin with the one before it from now on."""
+        """A snapshot is lost: those that would begin with it begin with the one before it from now on.
+
+        The latter has both lives, because only later it may be learned what either is worth: where no prompt has the
+        tokens of an answer, what the snapshot at its end leaves must not count for the one near the prompt's end.
+        """
         self._find_before(snapshot)
-        if self._policy.learns and snapshot.before is not None:
-            heir = self._at[snapshot.before]
-            if self._policy.value(heir.node, snapshot) > self._policy.value(heir.node, heir):
-                heir.kind, heir.last_used = snapshot.kind, snapshot.last_used
-                self.push(heir)
+        if not self._policy.learns or snapshot.before is None:
+            return
+        heir = self._at[snapshot.before]
+        lives: list[Evictable] = [snapshot]
+        lives += [one for one in (snapshot.inherited, heir.inherited) if one is not None]
+        most = max(lives, key=lambda one: self._policy.value(heir.node, one))
+        heir.inherited = Inherited(most.kind, most.last_used)
+        self.push(heir)
 
     def push(self, snapshot: "Snapshot", rank: int = 0) -> None:
         """A snapshot was added, or used. Its ``rank`` does not matter."""
