@@ -86,7 +86,7 @@ def _state(executor: ExecutorHandle) -> ExecutorState:
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         free=kv.num_free,
-        cached=kv.num_available - kv.num_free,
+        cached=kv.num_total - kv.num_free - kv.num_in_use,
         in_use=kv.num_in_use,
         tasks=executor.num_tasks,
         fallback=int(executor.hello.fallback),
