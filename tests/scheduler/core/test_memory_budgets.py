@@ -210,4 +210,4 @@ class BudgetRules(MemoryRules):
 
 @pytest.mark.timeout(300)
 def test_the_memory_rules_hold_with_budgets() -> None:
-    check_rules(BudgetRules, 8)
+    check_rules(BudgetRules, int(__import__("os").environ.get("N", "8")))
