@@ -268,6 +268,14 @@ class Metrics:
             Counter, "key_tokens", "Tokens by name of the API key, and kind.", "key", "kind"
         )
 
+        self.key_spared = self._labelled(
+            Counter,
+            "key_spared_by_next_gib_tokens",
+            "Prompt tokens, by name of the API key, whose evicted KV would have been found with one GiB more for KV at "
+            "each executor.",
+            "key",
+        )
+
     def _bind_feature_counters(self) -> None:
         """``of_features``: by the names of ``Feature.counts``."""
         texts = {
