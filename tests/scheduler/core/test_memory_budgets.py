@@ -1,5 +1,6 @@
 """Budgets of memory per owner: minima, low marks and high marks, on the device and in host memory."""
 
+import random
 from collections import Counter
 from collections.abc import Callable
 
@@ -12,14 +13,17 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.memory_budgets import MemoryBudgets
 from pagewise_scheduler.core.tiers.pool import CACHED
-from pagewise_shared.protocol import DEVICE, HOST
+from pagewise_shared.config.options import EvictionName
+from pagewise_shared.protocol import DEVICE, HOST, StepPlan, encode
+from pagewise_shared.sampling import SamplingParams
 
-from tests.core_requests import change
+from tests.core_requests import change, make_request
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.driving import executor_for, run
 from tests.scheduler.core.rules import check_rules
 from tests.scheduler.core.test_memory_rules import MemoryRules
 
+Schedule = Callable[[float], StepPlan | None]
 Budgets = dict[str, dict[int, Budget]]
 
 
@@ -97,6 +101,20 @@ def test_a_key_begins_with_its_protected_prefix_while_others_have_the_rest() -> 
     assert own.num_cached_tokens == 60
 
 
+@pytest.mark.parametrize("least", [0, 10, 18, 20])
+def test_preemption_frees_as_many_blocks_as_it_says(least: int) -> None:
+    """Blocks of a key below its minimum are cached then, and nobody gets them."""
+    scheduler = filled({"old": {DEVICE: Budget(min=least)}})
+    serve(scheduler, "old", [1, *range(10, 89)])
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    (sequence,), kv = scheduler.running, scheduler.kv
+    before, freed = kv.num_available, kv.num_freed(sequence.table)
+    kv.free(sequence.table, None)
+    assert kv.num_available == before + freed
+    assert freed == 20 - min(19, least)
+
+
 def test_protected_blocks_in_host_memory_stay() -> None:
     scheduler = filled({"old": {HOST: Budget(min=8)}}, num_host_blocks=16)
     evict(scheduler, 40)
@@ -136,6 +154,37 @@ def test_budgets_count_blocks_that_were_there_before_and_survive_a_reset() -> No
     run(scheduler, executor)
     evict(scheduler, 40)
     assert num_cached(scheduler, "old") == 10
+
+
+@pytest.mark.parametrize(
+    ("eviction", "budgets"),
+    [("lru", {"a": {DEVICE: Budget()}, "b": {HOST: Budget(high=100)}}), ("cost", {})],  # "cost" values blocks anew
+)
+def test_budgets_that_promise_nothing_change_no_plan(eviction: EvictionName, budgets: Budgets) -> None:
+    plans: list[list[bytes]] = []
+    for divided in (False, True):
+        scheduler = create_scheduler(num_blocks=24, num_host_blocks=12, eviction=eviction)
+        if divided:
+            with_budgets(scheduler, budgets)
+        executor, rng, made = executor_for(scheduler), random.Random(7), list[bytes]()
+        schedule = scheduler.schedule
+
+        def noted(now: float, schedule: Schedule = schedule, made: list[bytes] = made) -> StepPlan | None:
+            if (plan := schedule(now)) is not None:
+                made.append(encode(plan))
+            return plan
+
+        scheduler.schedule = noted  # type: ignore[method-assign]
+        for _ in range(12):
+            for number in range(4):
+                prompt = [*range(rng.choice((0, 9, 20))), *(rng.randrange(3) for _ in range(rng.randrange(1, 30)))]
+                request = make_request(f"r{number}", prompt, 3, SamplingParams(temperature=0), arrival_time=0.0)
+                change(request, cache_salt=rng.choice(("a", "b", "c")))
+                scheduler.add(request)
+            run(scheduler, executor)
+        assert scheduler.kv.pool.counters.evicted > 100
+        plans.append(made)
+    assert plans[0] == plans[1]
 
 
 def _checked(budgets: TierBudgets, pop: Callable[[], CachedBlock | None]) -> Callable[[], CachedBlock | None]:
@@ -210,4 +259,4 @@ class BudgetRules(MemoryRules):
 
 @pytest.mark.timeout(300)
 def test_the_memory_rules_hold_with_budgets() -> None:
-    check_rules(BudgetRules, int(__import__("os").environ.get("N", "8")))
+    check_rules(BudgetRules, 60)

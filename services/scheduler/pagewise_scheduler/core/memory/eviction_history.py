@@ -136,8 +136,8 @@ class LossLog:
     def count_spared(self, key: str, lost: Iterable[tuple[LostRun, int]], block_size: int) -> None:
         """A prompt of an API key begins, behind its cached prefix, with these lost blocks: runs, and tokens of each.
 
-        Its request is the last ``taker``; what was evicted for it was there when it came. The end of a prefix is evicted
-        before its beginning, so the blocks of a run that come first were lost last.
+        Its request is the last ``taker``; blocks that were evicted for it were there when it came. The end of a prefix
+        is evicted before its beginning, so the blocks of a run that come first were lost last.
         """
         for run, tokens in lost:
             if run.reason != "evicted" or run.executor_id != self.executor_id:
