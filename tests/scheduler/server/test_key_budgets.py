@@ -12,11 +12,11 @@ from pagewise_scheduler.server.gauges import refresh_gauges
 from pagewise_scheduler.server.key_budgets import owner_of
 from pagewise_shared.block_hash import adapter_salt, rope_salt
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import DEVICE, HOST, MemoryBudget, MemorySize, RequestParams, Submit
+from pagewise_shared.protocol import DEVICE, HOST, LayerGroup, MemoryBudget, MemorySize, RequestParams, Submit
 from pagewise_shared.sampling import SamplingParams
 
 from tests.scheduler.server.played_gateway import prompts_of
-from tests.scheduler.server.stack import Stack, executor, running, until
+from tests.scheduler.server.stack import Stack, executor, joined, running, until
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -70,6 +70,20 @@ async def test_budgets_come_with_requests_and_hold_at_every_executor(
         # The line of the key has lost its budgets.
         await (await stack.gateway.submit_as(submit("a", [1, 2, 3]))).result()
         await until(lambda: shown(stack, "min_", "a") == 0)
+
+
+async def test_models_with_groups_of_layers_have_no_budgets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    groups = (LayerGroup(4, 2), LayerGroup(8, 3, 8))
+    async with running(tmp_path) as stack:
+        raw, _ = await joined(
+            tmp_path, groups=groups, num_pages=101, num_blocks=50, page_bytes=64, no_segments="groups"
+        )
+        await stack.ready(1)
+        for share in (0.1, 0.2):
+            stack.router.set_budgets("key:a", (MemoryBudget(DEVICE, MemorySize(share=share)),))
+        assert stack.executors[0].scheduler.kv.pool.budgets is None
+        assert caplog.text.count("its layers have several groups") == 1
+        raw.close()
 
 
 def test_the_owner_is_the_part_of_the_salt_that_gateways_choose() -> None:
