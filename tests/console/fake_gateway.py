@@ -27,6 +27,7 @@ from pagewise_shared.reports import (
     Event,
     FleetFrame,
     GatewayState,
+    KeyState,
     Placement,
     PrefixesFrame,
     RequestLine,
@@ -57,6 +58,7 @@ class FakeGateway:
         self.moved_from: dict[str, str] = {}
         self.ended: dict[str, tuple[RequestReport, float]] = {}
         self.gateways = [GatewayState("gateway-0", "ready", 0)]
+        self.keys: list[KeyState] = []
         self.began = time.monotonic()
         self.aborted: list[str] = []
         self.streams: set[asyncio.Task[Any]] = set()
@@ -177,7 +179,7 @@ class FakeGateway:
         hits = dict.fromkeys(SOURCES, 0.0) | {"device": 0.5, "host": 0.125}
         tokens = sum(one.tokens_per_second for one in states)
         scheduler = SchedulerState(4711.0, "0.1.0", len(self.placed), 0, 0, tokens, 100.0, hits)
-        return FleetFrame(time.time(), "pagewise-demo", scheduler, self.gateways, states)
+        return FleetFrame(time.time(), "pagewise-demo", scheduler, self.gateways, states, self.keys)
 
     def requests(self) -> RequestsFrame:
         """Running and ended requests."""

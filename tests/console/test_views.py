@@ -5,7 +5,7 @@ import time
 
 import pytest
 from pagewise_scheduler.core.requests.timeline import LENDER_GONE
-from pagewise_shared.reports import GatewayState, GroupReport
+from pagewise_shared.reports import GatewayState, GroupReport, KeyMemory, KeyState
 from playwright.async_api import Browser, Locator, expect
 
 from tests.console.chromium import Console, console
@@ -237,6 +237,22 @@ async def test_the_fleet_tells_links_hit_rates_and_predictions(
         ]
         gateway.load(0)
         await expect(card).to_contain_text("Prompt tokens from cachenone in the last minute")
+
+
+async def test_budgets_of_keys_are_shown(browser: Browser, gateway: FakeGateway, url: str) -> None:
+    use, unknown = KeyMemory(3 << 29, 1 << 30, 0, None), "\N{EN DASH}"
+    gateway.keys = [KeyState("alice", {"device": use, "host": use}, 90), KeyState("bob", {}, 6)]
+    async with console(browser, url) as page:
+        await page.show("fleet")
+        rows = page.page.get_by_role("region", name="API keys").get_by_role("row")
+        await expect(rows).to_have_count(4)
+        texts = [re.split(r"\s*\t\s*", await row.inner_text()) for row in await rows.all()]
+        assert texts[1:] == [
+            ["alice", "device", "1.5 GiB", "1 GiB", "0 bytes", unknown, "1.5 tokens/s"],
+            ["alice", "host", "1.5 GiB", "1 GiB", "0 bytes", unknown, ""],
+            ["bob", *[unknown] * 5, "0.1 tokens/s"],
+        ]
+        await page.check_accessible()
 
 
 async def test_the_life_of_gateways_is_shown(browser: Browser, gateway: FakeGateway, url: str) -> None:

@@ -29,6 +29,7 @@ from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.routing.policies import REASONS
 from pagewise_scheduler.executor_gauges import ExecutorGauges
 from pagewise_scheduler.gateway_metrics import GatewayMetrics, Merged
+from pagewise_scheduler.key_gauges import KeyGauges
 
 MetricT = TypeVar("MetricT", Counter, Gauge, Histogram)
 
@@ -196,6 +197,8 @@ class Metrics:
             self.kv_pages(tier, kind, state)
         self.executors = ExecutorGauges(self.model_name)
         self.registry.register(self.executors)
+        self.key_memory = KeyGauges(self.model_name)
+        self.registry.register(self.key_memory)
         self.adapters_resident = self._gauge("lora_adapters_resident", "LoRA adapters in the slots of all executors.")
         self.executors_ready = self._gauge("executors_ready", "Executors that take work.")
         self.scheduler_tasks = self._gauge("scheduler_tasks", "Tasks of the scheduler's event loop.")
@@ -263,6 +266,14 @@ class Metrics:
         )
         self.key_tokens = self._labelled(
             Counter, "key_tokens", "Tokens by name of the API key, and kind.", "key", "kind"
+        )
+
+        self.key_spared = self._labelled(
+            Counter,
+            "key_spared_by_next_gib_tokens",
+            "Prompt tokens, by name of the API key, whose evicted KV would have been found with one GiB more for KV at "
+            "each executor.",
+            "key",
         )
 
     def _bind_feature_counters(self) -> None:

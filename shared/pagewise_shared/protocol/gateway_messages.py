@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from pagewise_shared.protocol.base import Message, Piece
-from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_PROMPTS
+from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_BUDGETS, MAX_PROMPTS
 from pagewise_shared.protocol.messages import Adapter, Goodbye, Heartbeat, HeartbeatAck, Refused, Rejoin
 from pagewise_shared.protocol.steps import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
@@ -69,6 +69,27 @@ class KeyLimits(Piece, frozen=True):
     concurrent: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+
+
+class MemorySize(Piece, frozen=True):
+    """An amount of a tier's memory: ``bytes``, or a ``share`` of it, 0 to 1. One of them is 0."""
+
+    bytes: int = 0
+    share: float = 0.0
+
+
+class MemoryBudget(Piece, frozen=True):
+    """The budget of cached KV in one tier of each executor, of an API key or of a group that shares its cache.
+
+    Fields:
+        tier: number of a tier with ids. min: up to it, no block of the key is evicted. low: up to it, blocks of other
+            keys are evicted first. high: beyond it, the key's blocks are evicted first; None: no bound.
+    """
+
+    tier: int
+    min: MemorySize = MemorySize()
+    low: MemorySize = MemorySize()
+    high: MemorySize | None = None
 
 
 class ReuseHints(Piece, frozen=True):
@@ -176,7 +197,8 @@ class Submit(Message, frozen=True):
         epoch: of the scheduler's welcome, as in every message from here on.
         stream: the first stream number; it also identifies the request in ``Abort``.
         request_id: for people, logs and ``/debug``; unique among live requests.
-        params: of all its prompts. limits: of its API key.
+        params: of all its prompts. limits: of its API key. memory: budgets of the owner of its cache salt (the part
+            before the first slash), one for each tier that has one.
         age_us: microseconds since the client's request arrived at the gateway.
         resumed: another scheduler has accepted it before. It is accepted again regardless of queues and limits, and
             continues behind the progress of its prompts.
@@ -195,6 +217,7 @@ class Submit(Message, frozen=True):
     resumed: bool = False
     counted_as: int = -1
     traceparent: str = ""
+    memory: Annotated[tuple[MemoryBudget, ...], Meta(max_length=MAX_BUDGETS)] = ()
 
 
 class Abort(Message, frozen=True):

@@ -36,6 +36,8 @@ MAX_GROUPS = 16
 """Groups of layers in the Hello of an executor."""
 MAX_PROMPTS = 1 << 16
 """Prompts of one request, and outputs of one prompt."""
+MAX_BUDGETS = 8
+"""Tiers in which a request's key has a budget of memory."""
 MAX_PLACES = 8
 """Places that a prompt declares."""
 MAX_JOINED_BYTES = 16 * 1024 * 1024

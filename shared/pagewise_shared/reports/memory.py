@@ -215,14 +215,36 @@ class SchedulerState(Struct):
     hit_rate: dict[str, float]
 
 
+class KeyMemory(Struct):
+    """The cached KV of an API key or group in one tier, and its budget there, in bytes. ``high``: None is no bound."""
+
+    used: int
+    min: int
+    low: int
+    high: int | None
+
+
+class KeyState(Struct):
+    """An API key, or ``group:`` and a group of keys, with a budget of memory or with evicted KV that it missed.
+
+    ``memory``: by tier, if it has a budget. ``spared_by_next_gib``: prompt tokens of the last minute that were computed
+    and would have been found if each executor had one GiB more.
+    """
+
+    name: str
+    memory: dict[str, KeyMemory]
+    spared_by_next_gib: int
+
+
 class FleetFrame(Struct):
-    """All processes. ``time``: seconds since 1970."""
+    """All processes, and API keys with budgets of memory. ``time``: seconds since 1970."""
 
     time: float
     model: str
     scheduler: SchedulerState
     gateways: list[GatewayState]
     executors: list[ExecutorState]
+    keys: list[KeyState] = []
 
 
 class RequestsFrame(Struct):

@@ -186,6 +186,18 @@ def test_pages_and_snapshots_of_groups_of_layers_have_a_line() -> None:
     assert len(lines) == 5
 
 
+def test_keys_with_budgets_have_a_line() -> None:
+    use = {"used": 3 << 29, "min": 1 << 30, "low": 0, "high": None}
+    keys = [
+        {"name": "alice", "memory": {"device": use}, "spared_by_next_gib": 90},
+        {"name": "bob", "memory": {}, "spared_by_next_gib": 6},
+    ]
+    assert executors({"executors": [], "keys": keys}, 100).plain.splitlines() == [
+        f"{'alice':<24} device 1.5 GiB (min 1.0) the next GiB would have saved 1.5 tokens/s",
+        f"{'bob':<24} the next GiB would have saved 0.1 tokens/s",
+    ]
+
+
 def test_requests_without_a_value_come_last() -> None:
     requests: dict[str, Any] = {
         "running": [{"request_id": "a", "queue_seconds": 0.5}, {"request_id": "b", "queue_seconds": 0.1}],

@@ -26,7 +26,7 @@ from pagewise_gateway.metrics import Metrics
 from pagewise_shared.block_hash import root_hash
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
-from pagewise_shared.protocol import KeyLimits
+from pagewise_shared.protocol import DEVICE, HOST, KeyLimits, MemoryBudget, MemorySize
 
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.server import MODEL, Server, serving
@@ -96,6 +96,13 @@ def test_the_rights_behind_one_key_hold_for_all_keys_of_the_name() -> None:
         ("alice: sk-secret priority=-2147483649", "priority takes"),
         ("alice: sk-secret share=", "share takes"),
         ("alice: sk-secret share=a/b", "share takes"),
+        ("alice: sk-secret memory.min=2XB", "memory.min takes a size such as 2GiB, or a share"),
+        ("alice: sk-secret memory.min=-1", "memory.min takes"),
+        ("alice: sk-secret memory.low=120%", "memory.low is more than 100%"),
+        ("alice: sk-secret memory.min=30% memory.high=20%", "min of the memory is more than high"),
+        ("alice: sk-secret memory.host.low=2GiB memory.host.high=1GiB", "low of the memory is more than high"),
+        ("alice: sk-secret memory.disk.min=1GiB", "memory.disk.min: only the device"),
+        ("alice: sk-secret memory.max=1GiB", "what follows the key"),
         ("alice: sk-secret\nbob: sk-secret", "line 2: the key of bob"),
         ("alice: sk-secret concurrent=1\nalice: sk-other concurrent=2", "set already, in keys, line 1"),
     ],
@@ -106,6 +113,46 @@ def test_lines_that_cannot_be_understood_are_named_and_not_shown(line: str, name
     assert named in str(error.value)
     assert "keys, line" in str(error.value)
     assert "secret" not in str(error.value)
+
+
+def test_budgets_of_memory() -> None:
+    lines = (
+        "a: sk-a memory.min=1.5GiB memory.high=20% memory.host.low=512MB memory.low=0",
+        "b: sk-b share=team",
+        "c: sk-c share=team memory.min=50%",
+    )
+    keyring = Keyring(",".join(lines), None, KeyLimits(), Metrics("m"))
+    clients = {client.name: client for client in filter(None, map(keyring.find, ("sk-a", "sk-b", "sk-c")))}
+    assert clients["a"].memory == (
+        MemoryBudget(DEVICE, MemorySize(3 << 29), MemorySize(), MemorySize(share=0.2)),
+        MemoryBudget(HOST, low=MemorySize(512_000_000)),
+    )
+    assert clients["b"].memory == clients["c"].memory == (MemoryBudget(DEVICE, MemorySize(share=0.5)),)
+    assert clients["b"].owner == "group:team"
+
+
+@pytest.mark.parametrize(
+    ("lines", "share_cache", "named"),
+    [
+        ("a: sk-a memory.min=30%, b: sk-b memory.min=30%", False, "on the device are 60% together, at most 50%"),
+        ("a: sk-a memory.host.min=51%", False, "on the host are 51% together"),
+        (
+            "a: sk-a share=t memory.min=1%, b: sk-b share=t memory.low=1%",
+            False,
+            "of group:t are in the lines of a and b",
+        ),
+        ("a: sk-a memory.min=1%", True, "with --share-cache all keys have one cache"),
+    ],
+)
+def test_budgets_that_contradict_each_other_are_refused_at_the_start(lines: str, share_cache: bool, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Keyring(lines, None, KeyLimits(), Metrics("m"), share_cache=share_cache)
+
+
+async def test_budgets_go_to_the_scheduler_with_each_request() -> None:
+    async with serving(api_keys="a: sk-a memory.min=10%") as server:
+        assert await status_of(server, "sk-a") == 200
+        assert server.scheduler.last.memory == (MemoryBudget(DEVICE, MemorySize(share=0.1)),)
 
 
 def test_keys_in_the_environment() -> None:

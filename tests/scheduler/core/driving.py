@@ -92,7 +92,7 @@ def num_loading(scheduler: Scheduler) -> int:
 
 def assert_all_free(scheduler: Scheduler) -> None:
     assert scheduler.kv.num_retiring == 0
-    assert scheduler.kv.pool.num_available == scheduler.kv.pool.num_blocks
+    assert scheduler.kv.pool.num_in_use == scheduler.kv.num_in_use == 0
     assert all(group.num_used == group.num_cached for group in scheduler.kv.windows)
     assert scheduler.requests == []
 

@@ -426,6 +426,22 @@ def test_eviction_names_who_cached_it_and_for_whom_it_went() -> None:
     assert f"by the allocation of request {taker.request_id}, because their expected value was the least" in said
 
 
+@pytest.mark.parametrize("more_blocks", [0, 1, 3, 8, 20])
+def test_ghosts_tell_what_more_memory_would_spare(more_blocks: int) -> None:
+    def last_cached(player: Player) -> int:
+        for prompt, key in ((list(range(1, 42)), "k"), (60, "other"), (list(range(1, 42)), "k")):
+            request = player.send(prompt, key=key)
+            player.finish(request)
+        return request.num_cached_tokens
+
+    player, larger = Player(num_blocks=16), Player(num_blocks=16 + more_blocks)
+    history = player.scheduler.kv.eviction_history
+    history.num_ghosts = more_blocks
+    spared = last_cached(larger) - last_cached(player)
+    assert spared == min(4 * more_blocks, 40 - last_cached(Player(num_blocks=16)))
+    assert history.spared == ({"k": spared} if spared else {})
+
+
 def test_what_came_back_from_the_host_with_wrong_content() -> None:
     costs = Costs(step=0, token=1e-3, attention=0, tiers={HOST: CopyCosts(0, 4e-3)})
     player = Player(num_blocks=16, tiers={HOST: 32}, recovery="swap", costs=costs)

@@ -101,7 +101,23 @@ def executors(fleet: dict[str, Any], width: int) -> Text:
             lines += [_groups(name, groups)] if (groups := tier.get("groups")) else []
         rates = [f"{name} {one['rates'][name]:,.0f}" for name in _RATES if one["rates"].get(name)]
         lines.append(Text(f"  blocks/s: {', '.join(rates) or 'none move'}", "grey62"))
+    lines += map(_key, fleet.get("keys", ()))
     return Text("\n").join(lines) if lines else Text("No executor has joined.", "bold yellow")
+
+
+def _key(one: dict[str, Any]) -> Text:
+    """Return the line about an API key: its cached KV and budgets by tier, and what more memory would save it."""
+    text = Text.assemble((f"{one['name'][:24] or '(no key)':<24}", "bold"))
+    for tier, use in one["memory"].items():
+        bounds = ", ".join(f"{bound} {_gib(use[bound])}" for bound in ("min", "low", "high") if use[bound])
+        text.append(f" {tier} {_gib(use['used'])} GiB" + (f" ({bounds})" if bounds else ""))
+    if spared := one["spared_by_next_gib"]:
+        text.append(f" the next GiB would have saved {spared / 60:,.1f} tokens/s")
+    return text
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.1f}"
 
 
 def _groups(name: str, groups: list[dict[str, Any]]) -> Text:

@@ -82,6 +82,7 @@ def generate(
             adapter=check_model(body.model, service.limits),
         ),
         limits=client.limits,
+        memory=client.memory,
         traceparent=trace.traceparent if trace is not None else "",
     )
     options = AnswerOptions(

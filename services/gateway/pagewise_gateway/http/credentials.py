@@ -17,8 +17,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 from pagewise_shared.errors import ConfigError
-from pagewise_shared.protocol import KeyLimits
+from pagewise_shared.protocol import KeyLimits, MemoryBudget
 
+from pagewise_gateway.http import key_budgets
 from pagewise_gateway.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ _RIGHTS = {
     "priority": (r"0|-[0-9]{1,10}", f"a whole number from {_LEAST_PRIORITY} to 0, the lowest one allowed"),
     "share": (r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "a name of up to 64 letters, digits, dots, - and _"),
     "operator": ("yes|no", "yes or no"),
+    **key_budgets.RIGHTS,
 }
 """Right -> the pattern of its value, and the value in words."""
 LOWEST_PRIORITY = 0
@@ -62,6 +64,7 @@ class Client(Struct, frozen=True):
         share: the group of names whose requests share cached KV; empty: requests of this name share it with each other.
         operator: whether it sees the requests of all keys in ``/debug``, and ``/metrics``.
         shares: whether it shares cached KV with all other clients, which is an option of the gateway.
+        memory: the budgets of its cached KV, which its group has together.
     """
 
     name: str
@@ -70,6 +73,12 @@ class Client(Struct, frozen=True):
     share: str = ""
     operator: bool = False
     shares: bool = False
+    memory: tuple[MemoryBudget, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        """The name of the clients with which it shares cached KV: its group, or itself."""
+        return f"group:{self.share}" if self.share else f"key:{self.name}"
 
     @property
     def view(self) -> str:
@@ -83,8 +92,7 @@ class Client(Struct, frozen=True):
         contain no ``/``, and clients choose only the part behind it, so no choice leads to the cache of others.
         Gateways without API keys put their part there too, because they may serve the same executors.
         """
-        own = f"group:{self.share}" if self.share else f"key:{self.name}"
-        sharing = "all" if self.shares else own
+        sharing = "all" if self.shares else self.owner
         if given is not None:
             return f"{sharing}/{given}"
         return None if self.shares else sharing
@@ -155,20 +163,38 @@ def read_variable(text: str, source: str, usual: Client, clients: dict[bytes, Cl
 def _rights(words: list[str], usual: KeyLimits, where: str) -> dict[str, Any]:
     limits: dict[str, int | None] = {}
     others: dict[str, Any] = {}
+    budgets: dict[str, str] = {}
     for word in words:
         name, _, value = word.partition("=")
         if name not in _RIGHTS:
+            key_budgets.check_tier(name, where)
             raise ConfigError(f"{where}: what follows the key has to be one of {', '.join(_RIGHTS)}, = and a value")
         pattern, form = _RIGHTS[name]
         if not re.fullmatch(pattern, value) or (name == "priority" and int(value) < _LEAST_PRIORITY):
             raise ConfigError(f"{where}: {name} takes {form}")
-        if name in _LIMITS:
+        if name in key_budgets.RIGHTS:
+            budgets[name] = value
+        elif name in _LIMITS:
             limits[_LIMITS[name]] = None if value == "none" else int(value)
         elif name == "priority":
             others[name] = int(value)
         else:
             others[name] = value == "yes" if name == "operator" else value
-    return {"limits": replace(usual, **limits), **others}
+    memory = key_budgets.budgets_of(budgets, where)
+    return {"limits": replace(usual, **limits), "memory": memory, **others}
+
+
+def _shared_budgets(clients: dict[bytes, Client], source: str) -> dict[bytes, Client]:
+    """Let the clients of a group have its budgets.
+
+    Raises:
+        ConfigError: budgets contradict each other, or belong to clients that share their cache with all others.
+    """
+    by_name = {client.name: client for client in clients.values()}
+    budgets = key_budgets.budgets_by_owner(((one.name, one.owner, one.memory) for one in by_name.values()), source)
+    if any(by_name[name].shares and by_name[name].memory for name in by_name):
+        raise ConfigError(f"{source}: with --share-cache all keys have one cache, so none has a budget of memory")
+    return {digest: replace(one, memory=budgets.get(one.owner, ())) for digest, one in clients.items()}
 
 
 class WatchedFiles:
@@ -262,7 +288,7 @@ class Keyring:
             read_keys(text, str(self._path), self._usual, clients)
         if not clients:
             raise ConfigError(f"there is no API key in {self._path or 'PAGEWISE_API_KEYS'}")
-        return clients
+        return _shared_budgets(clients, str(self._path or "PAGEWISE_API_KEYS"))
 
     def _check_mode(self, status: os.stat_result, path: Path) -> None:
         """Warn once if other users can read the keys.

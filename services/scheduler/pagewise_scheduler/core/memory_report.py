@@ -36,7 +36,7 @@ def executor_report(executor_id: str, scheduler: Scheduler, names: Mapping[str, 
         device=DeviceReport(
             kv.num_total,
             kv.num_free,
-            kv.num_available - kv.num_free,
+            kv.num_total - kv.num_free - kv.num_in_use,
             kv.num_in_use,
             kv.num_retiring,
             pool.num_remote_pins,

@@ -2,11 +2,13 @@
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from time import monotonic as clock
+from typing import TYPE_CHECKING
 
 import msgspec
 from pagewise_shared.protocol import SOURCES, ConsoleView, tier_name
@@ -15,6 +17,8 @@ from pagewise_shared.reports import (
     ExecutorState,
     FleetFrame,
     GatewayState,
+    KeyMemory,
+    KeyState,
     MapFrame,
     PrefixesFrame,
     RequestLine,
@@ -46,6 +50,9 @@ from pagewise_scheduler.server.gateways import Gateways
 from pagewise_scheduler.server.router import Router
 from pagewise_scheduler.server.sessions import SILENT_SECONDS, Loss
 
+if TYPE_CHECKING:
+    from pagewise_scheduler.server.key_budgets import KeyBudgets
+
 _SHARED = 0.8
 """An answer serves all who ask again within this share of the time between two updates."""
 _MOST_OF_CORE = 0.003
@@ -59,7 +66,7 @@ _MOST_VIEWS = 256
 _SEEN_SECONDS = 0.6
 """A copy is shown for so long after it was asked for: most take less than the time between two updates."""
 _MOST_CELLS_EACH, _MOST_TREE_BLOCKS = 512, 4096
-_MOST_REQUESTS, _MOST_ENDED = 100, 50
+_MOST_REQUESTS, _MOST_ENDED, _MOST_KEYS = 100, 50, 100
 
 _STATES = {
     Life.SERVING: "ready",
@@ -280,6 +287,7 @@ class Console:
             self._scheduler_state(now, rates.values()),
             self._gateway_states(now),
             [_executor_state(executor, rates[executor], names, now) for executor in executors],
+            key_states(self._router.budgets, rates.values()),
         )
 
     def _gateway_states(self, now: float) -> list[GatewayState]:
@@ -342,6 +350,16 @@ class Console:
             msgspec.structs.replace(line, arrived_seconds_ago=round(line.arrived_seconds_ago + now - time, 3))
             for (_, time), line in self._ended.items()
         ]
+
+
+def key_states(budgets: "KeyBudgets | None", rates: Iterable[Rates]) -> list[KeyState]:
+    """Return the keys that have budgets or missed evicted KV in the last minute, those that missed the most first."""
+    spared = sum((Counter(one.spared) for one in rates), Counter[str]())
+    states = {key: KeyState(key, {}, tokens) for key, tokens in spared.items()}
+    for use in budgets.uses() if budgets is not None else ():
+        state = states.setdefault(use.owner, KeyState(use.owner, {}, 0))
+        state.memory[use.tier] = KeyMemory(use.used, use.min, use.low, use.high)
+    return heapq.nsmallest(_MOST_KEYS, states.values(), key=lambda state: (-state.spared_by_next_gib, state.name))
 
 
 def _line_of(report: RequestReport) -> RequestLine:

@@ -58,6 +58,7 @@ from pagewise_scheduler.server.sessions import ImpossibleError, Loss, Session, S
 
 log = logging.getLogger(__name__)
 
+_GIB = 2**30
 _LOAD_STEPS = 2
 """The time-out of loading an adapter, in step time-outs."""
 _MOST_COUNTED = 1000
@@ -215,6 +216,8 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         )
         history = executor.scheduler.kv.eviction_history
         history.executor_id, history.lost = hello.executor_id, self._lost_blocks
+        if hello.bytes_per_block and not executor.scheduler.kv.windows:
+            history.num_ghosts = _GIB // hello.bytes_per_block
         session = Session(identity, key, hello.executor_id, executor, epoch, now, self.new_detector(now))
         # The order matters: earlier sessions of the executor end first, so that their requests move on and their block
         # endpoint is free; the Welcome precedes any plan; and only then requests are placed here.

@@ -30,37 +30,41 @@ _STALE_SECONDS = 30.0
 
 
 class _Sample(NamedTuple):
-    """The counts of an executor at a time. ``hits``: cached tokens by tier."""
+    """The counts of an executor at a time. ``hits``: cached tokens by tier. ``spared``: as of ``ExecutorStats``."""
 
     time: float
     generated: int
     prompt: int
     events: dict[str, int]
     hits: dict[str, int]
+    spared: dict[str, int]
 
 
 class Rates(NamedTuple):
     """Per second, over the last two seconds; tokens are None until two samples are there. ``prompt_of_last_minute``,
-    ``hits``: prompt tokens of the last minute, and how many of them were found in a cache, by tier."""
+    ``hits``: prompt tokens of the last minute, and how many of them were found in a cache, by tier. ``spared``: of the
+    last minute too."""
 
     tokens: float | None
     prompt_tokens: float | None
     events: dict[str, float]
     prompt_of_last_minute: int
     hits: dict[str, int]
+    spared: dict[str, int]
 
 
 class ExecutorStats:
     """The counts of one executor.
 
     ``num_generated``: tokens generated, which its executor handle counts. ``cached_tokens``: found in caches, by tier
-    (``SOURCES``). ``ticks``: times of the eviction policy's ticks.
+    (``SOURCES``). ``spared``: prompt tokens, by the name of the API key, that one GiB more would have kept. ``ticks``:
+    times of the eviction policy's ticks.
     """
 
     def __init__(self, hello: Hello, metrics: Metrics) -> None:
         self._executor_id, self._bytes_per_block = hello.executor_id, hello.bytes_per_block
         self._metrics = metrics
-        self.num_generated, self.cached_tokens = 0, Counter[str]()
+        self.num_generated, self.cached_tokens, self.spared = 0, Counter[str](), Counter[str]()
         self._counters = {name: metrics.block_events(name) for name in MEMORY_EVENTS} | metrics.of_features
         self._counters |= {
             "preemptions": metrics.num_preemptions,
@@ -82,6 +86,11 @@ class ExecutorStats:
         for name, number in more.items():
             if number:
                 self._counters[name].inc(number)
+        if spared := scheduler.kv.eviction_history.spared:
+            for key, tokens in spared.items():
+                self._metrics.key_spared(key).inc(tokens)
+            self.spared.update(spared)
+            spared.clear()
         if number := more["corrupt"]:
             text = "%s: %d blocks came back corrupt from tiers below the device, they are computed again"
             log.warning(text, self._executor_id, number)
@@ -135,6 +144,7 @@ class ExecutorStats:
             scheduler.prefix_hits[0],
             {name: getattr(counters, name) for name in _RATED_EVENTS},
             {source: self.cached_tokens[source] for source in SOURCES},
+            dict(self.spared),
         )
         if samples and now - samples[-1].time > _STALE_SECONDS:
             samples.clear()
@@ -151,4 +161,5 @@ class ExecutorStats:
             {name: round((latest.events[name] - before.events[name]) / seconds, 1) for name in _RATED_EVENTS},
             latest.prompt - samples[0].prompt,
             {source: latest.hits[source] - samples[0].hits[source] for source in SOURCES},
+            {key: more for key, tokens in latest.spared.items() if (more := tokens - samples[0].spared.get(key, 0))},
         )

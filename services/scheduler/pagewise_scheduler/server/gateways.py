@@ -289,6 +289,7 @@ class Gateways(Sessions[Gateway]):
             outputs=gateway.outputs,
             on_end=lambda live: self._prompt_ended(gateway, stream, live),
         )
+        self._router.set_budgets(submit.params.cache_salt, submit.memory)
         if submit.params.reuse.cache_key and self._router.capacity.snapshots:
             self._beginnings.declare(prompts)
         submission = Submission(stream, usage, now, prompts)

@@ -49,6 +49,8 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
     metrics.executors.show(states)
     nothing = ExecutorState(*[0] * len(ExecutorState._fields))
     totals = ExecutorState(*map(sum, zip(nothing, *(state for _, state in states), strict=True)))
+    if router.budgets is not None:
+        metrics.key_memory.show(router.budgets.uses())
     metrics.num_requests_running.set(totals.running)
     metrics.num_requests_waiting.set(router.waiting.sequences)
     metrics.num_prompt_tokens_waiting.set(router.waiting.tokens)
@@ -86,7 +88,7 @@ def _state(executor: ExecutorHandle) -> ExecutorState:
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         free=kv.num_free,
-        cached=kv.num_available - kv.num_free,
+        cached=kv.num_total - kv.num_free - kv.num_in_use,
         in_use=kv.num_in_use,
         tasks=executor.num_tasks,
         fallback=int(executor.hello.fallback),

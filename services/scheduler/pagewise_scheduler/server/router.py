@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic as clock
 from time import perf_counter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from pagewise_shared.logs import about
-from pagewise_shared.protocol import Role
+from pagewise_shared.protocol import MemoryBudget, Role
 
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.requests.timeline import WaitCause
@@ -24,6 +24,9 @@ from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
 from pagewise_scheduler.server.look_ups import LookUps
 from pagewise_scheduler.server.request_limits import AdmissionError, Backlog, Unplaced
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.server.key_budgets import KeyBudgets
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +93,7 @@ class Router:
         self._expected_executors = 0  # 0: do not wait
         self._expected_until: float | None = None
         self.look_ups = LookUps(self._looked_up, metrics)
+        self.budgets: KeyBudgets | None = None
 
     @property
     def executors(self) -> list[ExecutorHandle]:
@@ -100,6 +104,16 @@ class Router:
     def num_staying(self) -> int:
         """Requests that decode where their prompt was computed, because no decode executor has room."""
         return sum(each.num_staying for each in self._migrations.values())
+
+    def set_budgets(self, cache_salt: str | None, budgets: tuple[MemoryBudget, ...]) -> None:
+        """The owner of a cache salt has these budgets of memory from now on."""
+        if self.budgets is None:
+            if not budgets:
+                return
+            from pagewise_scheduler.server.key_budgets import KeyBudgets
+
+            self.budgets = KeyBudgets(lambda: self.executors)
+        self.budgets.set(cache_salt, budgets)
 
     # ---- requests that wait --------------------------------------------------------------------------
 
@@ -354,6 +368,8 @@ class Router:
             self._expected_executors = 0
             self.place(self.unplaced.take_all(now))
         self.look_ups.give_up(now)
+        if self.budgets is not None:
+            self.budgets.apply()
         for live in self.unplaced.expired(self.timeout, now):
             self.unplaced.discard(live, now)
             live.report_failure("unavailable", f"no executor could take the request within {self.timeout:g} s", now)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 from pagewise_shared.block_hash import adapter_salt, is_own_salt
 from pagewise_shared.errors import ProtocolError
-from pagewise_shared.protocol import Prompt, PromptSegments, RequestParams, Submit, unpack_int32s
+from pagewise_shared.protocol import MemorySize, Prompt, PromptSegments, RequestParams, Submit, unpack_int32s
 from pagewise_shared.protocol.limits import MAX_PLACES
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, BeamParams
 from pagewise_shared.segments import Segment, make_segments, mark_segments
@@ -106,11 +106,21 @@ _RULES: tuple[tuple[Callable[[Submit, RequestParams], bool], str], ...] = (
         "{submit.limits}",
     ),
     (
+        lambda submit, params: all(
+            one.tier >= 0 and all(map(_is_size, (one.min, one.low, one.high or one.low))) for one in submit.memory
+        ),
+        "{submit.memory}",
+    ),
+    (
         lambda submit, params: len(params.sampling.grammar.encode()) <= MAX_GRAMMAR_BYTES,
         f"a grammar of more than {MAX_GRAMMAR_BYTES} bytes",
     ),
 )
 """The rules of a request, each with the error text of a request that breaks it."""
+
+
+def _is_size(size: MemorySize) -> bool:
+    return 0 <= size.bytes <= _MAX_PRIORITY and 0 <= size.share <= 1
 
 
 def _is_beam(beam: BeamParams, n: int) -> bool:

@@ -1,6 +1,6 @@
 // The fleet: scheduler, gateways and executors, how fast they are, and how well their times are predicted.
 
-import { count, micros, num, percent, seconds, short } from "./format.js";
+import { bytes, count, micros, num, percent, seconds, short } from "./format.js";
 import { Bar, Empty, Fact, hitsOf, Spark, State, statesOf, Table } from "./parts.js";
 import { href } from "./route.js";
 import { html } from "./htm-preact.js";
@@ -22,6 +22,7 @@ export function FleetView({ store }) {
       </div>
     </section>
     <${Links} executors=${fleet.executors} />
+    ${fleet.keys?.length > 0 && html`<${Keys} keys=${fleet.keys} />`}
     <section class="panel">
       <h2>Gateways</h2>
       <${Table} label="Gateways" head=${["Gateway", "State", "Requests"]}>
@@ -89,6 +90,29 @@ function Gone({ name }) {
     <h3>${name} <${State} value="gone" /></h3>
     <p>Its requests go on elsewhere. If it comes back under this name, it joins by itself.</p>
   </article>`;
+}
+
+function Keys({ keys }) {
+  const rows = keys.flatMap(({ name, memory, spared_by_next_gib: spared }) => {
+    const tiers = Object.entries(memory);
+    return (tiers.length ? tiers : [["", {}]]).map(([tier, use], index) => ({ name, tier, ...use, spared: index ? null : spared / 60 }));
+  });
+  return html`<section class="panel">
+    <h2>API keys <small>their budgets of memory, and what it lacks</small></h2>
+    <${Table} label="API keys" head=${["Key", "Tier", "Cached KV", "Min", "Low", "High", "Next GiB would save"]}>
+      ${rows.map(
+        (row) => html`<tr key=${`${row.name}/${row.tier}`}>
+          <th scope="row">${short(row.name, 24)}</th>
+          <td>${row.tier || "–"}</td>
+          <td>${bytes(row.used)}</td>
+          <td>${bytes(row.min)}</td>
+          <td>${bytes(row.low)}</td>
+          <td>${bytes(row.high)}</td>
+          <td>${row.spared === null ? "" : `${num(row.spared)} tokens/s`}</td>
+        </tr>`,
+      )}
+    <//>
+  </section>`;
 }
 
 function Links({ executors }) {

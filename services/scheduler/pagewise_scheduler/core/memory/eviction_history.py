@@ -5,6 +5,7 @@ to its cache salt, which depends on the process's random hash seed and never lea
 same tokens under the same salt finds a key.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isnan, nan
@@ -42,6 +43,7 @@ class LostRun:
     computed them, if known. ``taker``: the first of the ``num_takers`` requests for whose blocks they were evicted.
     ``policy``: class of the eviction policy; ``price``: the value that it gave to the first of them. ``tier``: the
     last tier that had them. ``retaken``: if it is a snapshot, when one was taken again where it had been.
+    ``place``: the blocks that its executor had evicted from their last tiers before.
     """
 
     time: float
@@ -55,6 +57,7 @@ class LostRun:
     executor_id: str
     num_blocks: int = 0
     retaken: float = nan
+    place: int = 0
 
 
 class LostBlocks:
@@ -88,6 +91,10 @@ class LossLog:
     ``lost``: the log, shared by all executors. ``now``: the time of the step that is being planned. ``taker``: the
     request for which blocks are being reserved now, or the first of ``num_takers`` requests. ``reason``: why snapshots
     are dropped now.
+
+    The last evicted blocks are a ghost list: what more memory would hold. ``num_evicted``: blocks evicted from their
+    last tiers so far. ``num_ghosts``: the last ones of them that memory would hold which is larger by one GiB.
+    ``spared``: by the name of the API key, the prompt tokens that these ghosts would have spared from being computed.
     """
 
     def __init__(self) -> None:
@@ -98,9 +105,13 @@ class LossLog:
         self.num_takers = 1
         self.reason: LossReason = "evicted"
         self._run: LostRun | None = None
+        self.num_evicted = self.num_ghosts = self._num_before = 0
+        self.spared = Counter[str]()
 
     def reserves_for(self, owner: RequestRef | None, count: int = 1) -> None:
         """Blocks are reserved for ``count`` requests from now on, of which ``owner`` is the first."""
+        if owner is not self.taker:
+            self._num_before = self.num_evicted
         self.taker, self.num_takers = owner, count
 
     def note(self, node: "CachedBlock", reason: LossReason, tier: int, policy: object, price: float) -> None:
@@ -116,10 +127,26 @@ class LossLog:
         ):
             run = self._run = LostRun(
                 self.now, reason, node.cached_by, taker, self.num_takers, type(policy).__name__, price, tier,
-                self.executor_id,
+                self.executor_id, place=self.num_evicted,
             )  # fmt: skip
         run.num_blocks += 1
+        self.num_evicted += reason == "evicted"
         self.lost.add(key_of(node), run)
+
+    def count_spared(self, key: str, lost: Iterable[tuple[LostRun, int]], block_size: int) -> None:
+        """A prompt of an API key begins, behind its cached prefix, with these lost blocks: runs, and tokens of each.
+
+        Its request is the last ``taker``; blocks that were evicted for it were there when it came. The end of a prefix
+        is evicted before its beginning, so the blocks of a run that come first were lost last.
+        """
+        for run, tokens in lost:
+            if run.reason != "evicted" or run.executor_id != self.executor_id:
+                break
+            evicted_since = self._num_before - run.place - run.num_blocks
+            spared = min(tokens, (self.num_ghosts - evicted_since) * block_size)
+            if spared <= 0:
+                break
+            self.spared[key] += spared
 
     def note_snapshot(self, node: "CachedBlock", group: int, tier: int, policy: object) -> None:
         """No tier has the snapshot of a group of layers at the end of ``node`` any more."""

@@ -7,7 +7,7 @@ Each cache salt (a tenant, an adapter) has a root of its own; the model is the s
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 
@@ -21,6 +21,9 @@ NOWHERE = -1
 
 PRIVATE = 1
 """The bit of ``CachedBlock.flags`` of blocks whose cache salt belongs to some clients only."""
+OWNER_SHIFT = 64
+"""The bits of ``CachedBlock.flags`` from here on are the number of the block's owner, if owners have budgets."""
+_INHERITED = PRIVATE | -1 << OWNER_SHIFT
 
 _BYTES_PER_TOKEN = 4
 _SIBLINGS_TRIED = 16
@@ -37,9 +40,9 @@ class CachedBlock:
             have none and share one. ``NOWHERE``: the tier does not have it. num_tiers: tiers that have it.
         depth: blocks from the root, which has 0. num_on_device: children that the device has. last_used: tick of its
         last release on the device. hash: its block hash, empty until ``hash_of`` is asked for it. kind: an eviction
-        policy's class of it, 0: none. flags: bits of the tiers without ids (see ``HashedTier``), and ``PRIVATE``.
-        cached_by: the request that computed it, if that is known. history_key: its key in ``eviction_history``, 0 until
-        it is asked for.
+        policy's class of it, 0: none. flags: bits of the tiers without ids (see ``HashedTier``), ``PRIVATE``, and the
+        number of its owner. cached_by: the request that computed it, if that is known. history_key: its key in
+        ``eviction_history``, 0 until it is asked for.
     """
 
     __slots__ = (
@@ -69,7 +72,7 @@ class CachedBlock:
         self.depth: int = 0
         self.flags: int = 0
         if parent is not None:
-            self.depth, self.flags = parent.depth + 1, parent.flags & PRIVATE
+            self.depth, self.flags = parent.depth + 1, parent.flags & _INHERITED
         self.cached_by: RequestRef | None = None
         self.hash = _UNKNOWN
 
@@ -159,6 +162,7 @@ class PrefixTree:
 
     ``num_tiers``: one more than the highest number of a tier. ``no_copies``: ``CachedBlock.copies`` of a block
     without a copy in any tier below the device. ``eviction_history``: the log of blocks that leave their last tier.
+    ``owner_of``: returns the number of the owner of a cache salt; None: no owner has a budget.
     """
 
     def __init__(
@@ -168,6 +172,7 @@ class PrefixTree:
         self.model_fingerprint = model_fingerprint
         self._key_bytes = block_size * _BYTES_PER_TOKEN
         self.no_copies = (NOWHERE,) * num_tiers
+        self.owner_of: Callable[[str | None], int] | None = None
         self._roots: dict[str | None, _Root] = {}
         self.num_blocks = 0
 
@@ -176,6 +181,8 @@ class PrefixTree:
         found = self._roots.get(cache_salt)
         if found is None:
             found = self._roots[cache_salt] = _Root(cache_salt, self.model_fingerprint, self.no_copies)
+            if self.owner_of is not None:
+                found.flags |= self.owner_of(cache_salt) << OWNER_SHIFT
         return found
 
     def root_of(self, cache_salt: str | None) -> CachedBlock | None:

@@ -44,6 +44,8 @@ def find_missed(
     lost = []
     if found < most and not missed.not_asked:
         lost = _look_for_lost(kv, sequence, last_node, missed, range(found, most))
+        if kv.eviction_history.num_ghosts and request.computes_for is None and not unusable:
+            kv.eviction_history.count_spared(request.params.key, missed.lost, size)
     if unusable:
         missed.no_window = _no_window(kv, sequence.table.due, usable, unusable, lost)
     if missed.not_asked:

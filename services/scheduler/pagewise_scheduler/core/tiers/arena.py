@@ -275,7 +275,7 @@ class SharedHostTier(_Shared, HostTier):
         """A copy to a block is asked for: it stays in use until it has arrived, so that its pages get nothing else."""
         self.pin((block,))
 
-    def _make_room_for_one(self, copies: list[BlockCopy]) -> bool:
+    def _make_room_for_one(self, node: CachedBlock, copies: list[BlockCopy]) -> bool:
         return self.arena.try_take(self, 1, copies)
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:

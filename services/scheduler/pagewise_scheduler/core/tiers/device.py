@@ -46,7 +46,7 @@ class BlockPool(Pool):
         Blocks without any reference left are cached if their content is known, else free at once.
         """
         references, nodes, free, states = self._references, self._nodes, self._free, self.states
-        tick = self.policy.tick()
+        tick, budgets = self.policy.tick(), self.budgets
         for block in blocks:
             left = references[block] - 1
             assert left >= 0, f"block {block} was released more often than it was taken"
@@ -60,6 +60,8 @@ class BlockPool(Pool):
                     node.last_used = tick
                     states[block] = CACHED
                     self.num_cached += 1
+                    if budgets is not None:
+                        budgets.released(node)
                     if not node.num_on_device:
                         self.offer(node)
                     if node.num_tiers > 1:

@@ -6,7 +6,7 @@ from pagewise_shared.protocol import DEVICE, BlockCopies
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, EvictionPolicy
-from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, OWNER_SHIFT, CachedBlock, PrefixTree
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.cost_model import TierCosts
 from pagewise_scheduler.core.tiers.pool import CACHED, Pool
@@ -65,7 +65,7 @@ class HostTier(Pool, Tier):
             # A prefix comes from its end. Once that is here, refusing the blocks before it would make it worthless.
             if not node.children and not self.wants(node):
                 return False
-            if not self._make_room_for_one(copies):
+            if not self._make_room_for_one(node, copies):
                 return False
             block = self._free.pop()
             self.states[block] = CACHED
@@ -78,8 +78,14 @@ class HostTier(Pool, Tier):
             copies.append((source, node.block_id(source), self.number, block, 0))
         return True
 
-    def _make_room_for_one(self, copies: list[BlockCopy]) -> bool:
-        return bool(self._free) or self._give_up_one(copies)
+    def _make_room_for_one(self, node: CachedBlock, copies: list[BlockCopy]) -> bool:
+        """Have a free block for ``node``; False: none can be evicted."""
+        if self._free or self.budgets is None:
+            return bool(self._free) or self._give_up_one(copies)
+        self.budgets.taker = node.flags >> OWNER_SHIFT
+        made = self._give_up_one(copies)
+        self.budgets.taker = None
+        return made
 
     def _comes(self, block: int) -> None:
         """A copy to a block is asked for. It may be evicted before it has arrived."""

@@ -123,7 +123,7 @@ class KVCacheManager(WindowHooks):
     @property
     def num_in_use(self) -> int:
         """Blocks with references."""
-        return self.num_total - self.num_available
+        return self.num_total - self.num_available - self.pool.num_protected
 
     @property
     def num_retiring(self) -> int:
@@ -131,8 +131,7 @@ class KVCacheManager(WindowHooks):
         return self._num_retiring
 
     def room_for(self, num_tokens: int, num_shared: int = 0) -> int:
-        """By how much ``num_available`` falls at most if a sequence holds ``num_tokens`` tokens, of which others use
-        ``num_shared`` full blocks."""
+        """By how much ``num_available`` falls at most for ``num_tokens`` tokens with ``num_shared`` shared blocks."""
         return self.blocks_for(num_tokens) - num_shared
 
     def num_held(self, tables: Sequence[BlockTable]) -> int:
@@ -240,8 +239,7 @@ class KVCacheManager(WindowHooks):
 
     def num_taken(self, prefix: CachedPrefix, num_tokens: int) -> int:
         """By how much ``num_available`` falls if a sequence takes ``prefix`` and grows to ``num_tokens`` tokens."""
-        references = self.pool.references
-        shared = sum(1 for node in prefix.blocks if references(node.block) > 0)
+        references, shared = self.pool.references, self.pool.num_shared(prefix.blocks)
         # The source of the copy must not be evicted to make room for the copy.
         kept = 1 if prefix.partial_tokens and references(prefix.partial_block) == 0 else 0
         return self.blocks_for(num_tokens) - shared + kept
@@ -397,3 +395,5 @@ class KVCacheManager(WindowHooks):
         assert pool.num_in_use <= pool.num_remote_pins
         self.close("executor reset")
         self._build_tiers(pool.num_blocks, pool.policy, pool.counters, pool.tree.model_fingerprint)
+        if pool.budgets is not None:
+            pool.budgets.on_rebuilt()

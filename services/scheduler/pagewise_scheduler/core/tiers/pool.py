@@ -20,6 +20,7 @@ from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, Pre
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, Tier
 
 if TYPE_CHECKING:
+    from pagewise_scheduler.core.memory.budgets import TierBudgets
     from pagewise_scheduler.core.tiers.host import HostTier
 
 
@@ -40,7 +41,8 @@ class Pool:
     ``number``: the number of the tier on the wire. ``below``: the next tier down, if there is one. ``lower``: all tiers
     below that have ids too. ``num_cached``: number of cached blocks. ``states``: the state of each block, a byte, for
     the console. ``recoverable``: cached blocks that the executor has listed by hash in its Hello, and that no prompt
-    has requested yet; they are evicted first. ``watchers``: are told of the blocks that come and leave.
+    has requested yet; they are evicted first. ``watchers``: are told of the blocks that come and leave. ``budgets``: of
+    the owners of its blocks; None: no owner has one.
     """
 
     def __init__(
@@ -68,7 +70,8 @@ class Pool:
         # A stack: the block freed last is used next, while the caches may still hold it.
         self._free = list(range(num_blocks - 1, -1, -1))
         self.num_cached = 0
-        self._evictable = EvictionQueue[CachedBlock](policy, self._rank)
+        self._evictable: EvictionQueue[CachedBlock] | TierBudgets = EvictionQueue[CachedBlock](policy, self._rank)
+        self.budgets: TierBudgets | None = None
 
     @property
     def num_free(self) -> int:
@@ -83,7 +86,12 @@ class Pool:
     @property
     def num_available(self) -> int:
         """Blocks that ``reserve`` can hand out: free ones, and cached ones, which are evicted for it."""
-        return len(self._free) + self.num_cached
+        return len(self._free) + self.num_cached - self.num_protected
+
+    @property
+    def num_protected(self) -> int:
+        """Cached blocks that budgets keep from being evicted."""
+        return 0 if self.budgets is None else self.budgets.num_protected
 
     @property
     def num_in_use(self) -> int:
@@ -103,13 +111,31 @@ class Pool:
         return self._references[block]
 
     def num_freed(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks become free or cached if each loses one reference."""
+        """By how much ``num_available`` rises if each of these blocks, of one owner, loses one reference."""
         references = self._references
-        return sum(references[block] == 1 for block in blocks)
+        if self.budgets is None:
+            return sum(references[block] == 1 for block in blocks)
+        last = [self._nodes[block] for block in blocks if references[block] == 1]
+        known = [node for node in last if node is not None]
+        return len(last) - (self.budgets.more_protected(known[0], len(known)) if known else 0)
+
+    def num_shared(self, nodes: Sequence[CachedBlock]) -> int:
+        """By how much less ``num_available`` falls if a sequence begins with these blocks than with as many new ones:
+        some are in use already, or are protected."""
+        references = self._references
+        shared = sum(1 for node in nodes if references[node.block] > 0)
+        if self.budgets is not None and nodes:
+            shared -= self.budgets.more_protected(nodes[0], shared - len(nodes))
+        return shared
 
     def node(self, block: int) -> CachedBlock | None:
         """The block's node in the prefix tree, if its content is known."""
         return self._nodes[block]
+
+    def divide(self, make: "type[TierBudgets]") -> "TierBudgets":
+        """Evict by budgets from now on, which count no blocks yet; each cached block is then to be offered again."""
+        self.budgets = self._evictable = budgets = make(self.policy, self._rank, self.states, CACHED)
+        return budgets
 
     def close(self) -> None:
         """Stop reserving blocks. Blocks that are still held may be released."""
@@ -181,12 +207,15 @@ class Pool:
 
     def pin(self, blocks: Iterable[int]) -> None:
         """Add one reference to each block, all of them in use or cached."""
-        references = self._references
+        references, budgets = self._references, self.budgets
         for block in blocks:
             if references[block] == 0:
-                assert self._nodes[block] is not None, f"block {block} is free and cannot be pinned"
+                node = self._nodes[block]
+                assert node is not None, f"block {block} is free and cannot be pinned"
                 self.num_cached -= 1
                 self.states[block] = IN_USE
+                if budgets is not None:
+                    budgets.pinned(node)
             references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -200,6 +229,8 @@ class Pool:
                 assert node is not None
                 self.num_cached += 1
                 self.states[block] = CACHED
+                if self.budgets is not None:
+                    self.budgets.released(node)
                 self.offer(node)
 
     def forget(self, node: CachedBlock) -> None:

@@ -1,0 +1,93 @@
+"""Budgets of memory in the lines of API keys: ``memory.min``, ``memory.low`` and ``memory.high``, by tier."""
+
+from collections.abc import Iterable, Mapping
+
+from pagewise_shared.config.checks import parse_size
+from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import HASH_TIERS, POOL_TIERS, TIER_NAMES, MemoryBudget, MemorySize
+
+BOUNDS = ("min", "low", "high")
+_FORM = (r"(?i:0|[0-9]+(\.[0-9]+)?(%|[KMGT]i?B|B)?)", "a size such as 2GiB, or a share of the tier such as 10%")
+_WITHOUT_IDS = [f"memory.{TIER_NAMES[number]}." for number in HASH_TIERS]
+_NAMES = {
+    "memory." + ("" if tier == TIER_NAMES[0] else f"{tier}.") + bound: (TIER_NAMES.index(tier), bound)
+    for tier in POOL_TIERS
+    for bound in BOUNDS
+}
+"""The name of each bound in a line -> the number of its tier, and the bound."""
+RIGHTS = dict.fromkeys(_NAMES, _FORM)
+"""The name of each bound -> the pattern of its value, and the value in words."""
+_MOST_SHARE = 0.5
+"""The share of a tier that the minima of all keys may take together."""
+
+
+def check_tier(name: str, where: str) -> None:
+    """Check that a bound, whose name is not in ``RIGHTS``, is not of a tier that can have none.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if name.startswith(tuple(_WITHOUT_IDS)):
+        raise ConfigError(
+            f"{where}: {name}: only the device (memory.min) and host memory (memory.host.min) have budgets, because "
+            "executors share the blocks of disk caches and stores"
+        )
+
+
+def budgets_of(given: Mapping[str, str], where: str) -> tuple[MemoryBudget, ...]:
+    """Return the budgets of a line by the names of its bounds, whose values have the right form.
+
+    Raises:
+        ConfigError: a share is more than all, or a bound is above ``high``.
+    """
+    by_tier: dict[int, dict[str, MemorySize]] = {}
+    for name, value in given.items():
+        tier, bound = _NAMES[name]
+        by_tier.setdefault(tier, {})[bound] = _size_of(name, value, where)
+    for sizes in by_tier.values():
+        if (high := sizes.get("high")) is None:
+            continue
+        for bound, size in sizes.items():  # a size and a share are not comparable here
+            comparable = bool(size.share) == bool(high.share) or high == MemorySize()
+            if comparable and (size.bytes, size.share) > (high.bytes, high.share):
+                raise ConfigError(f"{where}: {bound} of the memory is more than high")
+    return tuple(MemoryBudget(tier, **sizes) for tier, sizes in sorted(by_tier.items()))
+
+
+def _size_of(name: str, value: str, where: str) -> MemorySize:
+    if value.endswith("%"):
+        share = float(value[:-1]) / 100
+        if share > 1:
+            raise ConfigError(f"{where}: {name} is more than 100%")
+        return MemorySize(share=share)
+    return MemorySize(0 if float(value.rstrip("kKmMgGtTiIbB")) == 0 else parse_size(value))
+
+
+def budgets_by_owner(
+    clients: Iterable[tuple[str, str, tuple[MemoryBudget, ...]]], source: str
+) -> dict[str, tuple[MemoryBudget, ...]]:
+    """Return the budgets of each owner of cached KV that has some.
+
+    ``clients``: of each name among the keys, its owner (the name, or its group), and the budgets in its line.
+
+    Raises:
+        ConfigError: two names of a group have budgets, or the minima of all owners together are too large.
+    """
+    found: dict[str, tuple[MemoryBudget, ...]] = {}
+    set_by: dict[str, str] = {}
+    for name, owner, budgets in clients:
+        if not budgets:
+            continue
+        if owner in found:
+            raise ConfigError(
+                f"{source}: the budgets of memory of {owner} are in the lines of {set_by[owner]} and {name}"
+            )
+        found[owner], set_by[owner] = budgets, name
+    for number, tier in enumerate(TIER_NAMES):
+        total = sum(one.min.share for budgets in found.values() for one in budgets if one.tier == number)
+        if total > _MOST_SHARE:
+            raise ConfigError(
+                f"{source}: the minima of memory on the {tier} are {total:.0%} together, at most {_MOST_SHARE:.0%} may "
+                "be promised"
+            )
+    return found

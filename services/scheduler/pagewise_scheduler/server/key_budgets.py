@@ -1,0 +1,121 @@
+"""The budgets of memory of API keys, as their gateways report them, in the memory of every executor."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from weakref import WeakKeyDictionary
+
+from pagewise_shared.block_hash import client_salt
+from pagewise_shared.protocol import MemoryBudget, MemorySize, tier_name
+
+from pagewise_scheduler.core.memory.budgets import Budget
+from pagewise_scheduler.core.tiers.memory_budgets import MemoryBudgets
+from pagewise_scheduler.key_gauges import KeyMemory
+from pagewise_scheduler.server.executor_handle import ExecutorHandle
+
+log = logging.getLogger(__name__)
+
+
+_MOST_OWNERS = 10_000
+"""Owners that may have budgets; those of more are ignored."""
+
+
+def owner_of(cache_salt: str | None) -> str:
+    """Return the owner of a cache salt: its first part, which the gateway has put there; "" without a salt."""
+    return (client_salt(cache_salt) or "").partition("/")[0]
+
+
+class KeyBudgets:
+    """Sets the newest budgets of all owners at all executors, at each as soon as it has no promised blocks to take
+    back.
+
+    ``executors``: returns those that take requests.
+    """
+
+    def __init__(self, executors: Callable[[], list[ExecutorHandle]]) -> None:
+        self._executors = executors
+        self._budgets: dict[str, tuple[MemoryBudget, ...]] = {}
+        self._version = 0
+        self._memories: WeakKeyDictionary[ExecutorHandle, MemoryBudgets] = WeakKeyDictionary()
+        self._versions: WeakKeyDictionary[ExecutorHandle, int] = WeakKeyDictionary()
+
+    def set(self, cache_salt: str | None, budgets: tuple[MemoryBudget, ...]) -> None:
+        """The owner of a cache salt has these budgets from now on."""
+        owner = owner_of(cache_salt)
+        if not owner or budgets == self._budgets.get(owner, ()):
+            return
+        if owner in self._budgets or len(self._budgets) < _MOST_OWNERS:
+            self._budgets[owner] = budgets
+            self._version += 1
+            self.apply()
+
+    def apply(self) -> None:
+        """Set the budgets at the executors that do not have the newest ones, where that is possible now."""
+        for executor in self._executors():
+            if self._versions.get(executor) != self._version and self._try_set(executor):
+                self._versions[executor] = self._version
+
+    def _try_set(self, executor: ExecutorHandle) -> bool:
+        scheduler, kv = executor.scheduler, executor.scheduler.kv
+        if kv.windows:
+            if executor not in self._versions:
+                log.warning(
+                    "%s: API keys have budgets of memory, and this model has none: its layers have several groups",
+                    executor.executor_id,
+                )
+            return True
+        memory = self._memories.get(executor)
+        if memory is None:
+            longest = min(scheduler.max_model_len, kv.capacity_tokens)
+            memory = self._memories[executor] = MemoryBudgets(kv, owner_of, longest)
+        budgets = {owner: self._in_blocks(executor, each) for owner, each in self._budgets.items()}
+        before, kv.capacity_tokens = kv.capacity_tokens, memory.capacity_of(budgets)
+        fits = all(
+            scheduler.fits(len(request.prompt_token_ids), request.max_tokens, request.segments)
+            for request in scheduler.requests
+        )
+        owed, scaled = scheduler.prefilling.blocks_owed() + scheduler.num_running, memory.scaled
+        if not fits or not memory.try_set(budgets, owed):
+            kv.capacity_tokens = before
+            return False
+        if memory.scaled and memory.scaled != scaled:
+            log.warning(
+                "%s: the minima of API keys take more than half of a tier (%s), or leave no room for the longest "
+                "request (--max-model-len): all are made smaller by the same factor, see pagewise_key_memory_min_bytes",
+                executor.executor_id,
+                ", ".join(tier_name(number) for number in sorted(memory.scaled)),
+            )
+        return True
+
+    def _in_blocks(self, executor: ExecutorHandle, budgets: tuple[MemoryBudget, ...]) -> dict[int, Budget]:
+        tiers, each = executor.scheduler.kv.tiers, executor.hello.bytes_per_block
+
+        def blocks(tier: int, size: MemorySize) -> int:
+            return (size.bytes // each if each else 0) + int(size.share * tiers[tier].num_blocks)
+
+        return {
+            one.tier: Budget(
+                blocks(one.tier, one.min),
+                blocks(one.tier, one.low),
+                None if one.high is None else blocks(one.tier, one.high),
+            )
+            for one in budgets
+            if one.tier in tiers
+        }
+
+    def uses(self) -> Iterator[KeyMemory]:
+        """The memory of every owner in each tier where it has a budget or blocks."""
+        found: defaultdict[tuple[str, int], list[tuple[int, int, int, int | None]]] = defaultdict(list)
+        for executor in self._executors():
+            if (memory := self._memories.get(executor)) is None:
+                continue
+            each = executor.hello.bytes_per_block
+            for owner, tier, use in memory.uses():
+                least, low, high = use.budget
+                found[owner, tier].append(
+                    (use.used * each, least * each, low * each, None if high is None else high * each)
+                )
+        for (owner, tier), values in found.items():
+            used, minima, lows, highs = zip(*values, strict=True)
+            high = None if None in highs else sum(highs)
+            yield KeyMemory(owner.removeprefix("key:"), tier_name(tier), sum(used), sum(minima), sum(lows), high)
