@@ -7,7 +7,7 @@ request gets the tokens it would get alone, every block is in one state, referen
 import gc
 import random
 import tracemalloc
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import msgspec
@@ -21,12 +21,15 @@ from hypothesis.stateful import (
     rule,
 )
 from pagewise_scheduler.core.memory import use_history
+from pagewise_scheduler.core.memory.budgets import Budget, TierBudgets
 from pagewise_scheduler.core.memory.eviction_history import LostBlocks
-from pagewise_scheduler.core.memory.prefix_tree import cache_salt_of, hash_of
+from pagewise_scheduler.core.memory.prefix_tree import OWNER_SHIFT, CachedBlock, cache_salt_of, hash_of
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import ArenaShape, WindowShape
 from pagewise_scheduler.core.tiers.cache_reset import reset_cache
+from pagewise_scheduler.core.tiers.memory_budgets import MemoryBudgets
+from pagewise_scheduler.core.tiers.pool import CACHED
 from pagewise_scheduler.server.kv_events import AllBlocksCleared, BlockStored, ExecutorEvents
 from pagewise_shared.block_hash import ONE_ROPE, is_below
 from pagewise_shared.config import SpeculativeConfig
@@ -424,3 +427,82 @@ class WindowSpeculationRules(WindowRules):
 def test_the_memory_rules_hold_with_windows(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking_executor, "repeats_itself", drafts)
     check_rules(WindowSpeculationRules if drafts else WindowRules, 60)
+
+
+def owner_of(cache_salt: str | None) -> str:
+    return cache_salt or "nobody"
+
+
+def _checked(budgets: TierBudgets, pop: Callable[[], CachedBlock | None]) -> Callable[[], CachedBlock | None]:
+    def checked() -> CachedBlock | None:
+        before = [(use.used, use.cached) for use in budgets.uses]
+        node = pop()
+        if node is not None:
+            number = node.flags >> OWNER_SHIFT
+            used, cached = before[number]
+            assert cached > 0
+            assert used > budgets.uses[number].budget.min or number == budgets.taker
+        return node
+
+    return checked
+
+
+class BudgetRules(MemoryRules):
+    """The memory rules with budgets that change while requests run."""
+
+    wanted: dict[str, dict[int, Budget]]
+
+    def _watched(self) -> Scheduler:
+        scheduler = super()._watched()
+        self.memory = MemoryBudgets(scheduler.kv, owner_of, scheduler.kv.capacity_tokens // 2)
+        assert self.memory.try_set(getattr(self, "wanted", {}), 0)
+        self._check_pops(scheduler)
+        return scheduler
+
+    def _check_pops(self, scheduler: Scheduler) -> None:
+        for tier in scheduler.kv.tiers.values():
+            assert tier.budgets is not None
+            tier.budgets.pop = _checked(tier.budgets, tier.budgets.pop)  # type: ignore[method-assign]
+
+    @rule(
+        owner=st.sampled_from(["tenant", "nobody"]),
+        tier=st.sampled_from([DEVICE, HOST]),
+        least=st.integers(0, 15),
+        low=st.integers(0, 20),
+        high=st.none() | st.integers(0, 20),
+    )
+    def budget_changes(self, owner: str, tier: int, least: int, low: int, high: int | None) -> None:
+        scheduler, before = self.scheduler, getattr(self, "wanted", {})
+        wanted = {**before, owner: {**before.get(owner, {}), tier: Budget(least, low, high)}}
+        slots = [
+            max(len(one.prompt_token_ids), len(one.prompt_token_ids) + one.max_tokens - 1)
+            + (scheduler.features.segments.num_slots(one.segments) if one.segments else 0)
+            for one in scheduler.requests
+        ]
+        owed = scheduler.prefilling.blocks_owed() + scheduler.num_running
+        if max(slots, default=0) <= self.memory.capacity_of(wanted) and self.memory.try_set(wanted, owed):
+            self.wanted = wanted
+
+    def step_fails(self, fails: int) -> None: ...
+
+    @invariant()
+    def uses_add_up(self) -> None:
+        for tier in self.scheduler.kv.tiers.values():
+            budgets = tier.budgets
+            assert budgets is not None
+            cached, in_use = Counter[int](), Counter[int]()
+            for block in range(tier.num_blocks):
+                if (node := tier.node(block)) is not None:
+                    number = self.memory._number_of(cache_salt_of(node))
+                    assert node.flags >> OWNER_SHIFT == number
+                    (cached if tier.states[block] == CACHED else in_use)[number] += 1
+            for number, use in enumerate(budgets.uses):
+                assert (use.cached, use.in_use) == (cached[number], in_use[number])
+                assert use.protected == max(0, min(use.cached, use.budget.min - use.in_use))
+            assert budgets.num_protected == sum(use.protected for use in budgets.uses)
+            assert tier.num_available >= tier.num_free
+
+
+@pytest.mark.timeout(300)
+def test_the_memory_rules_hold_with_budgets() -> None:
+    check_rules(BudgetRules, 60)
