@@ -65,8 +65,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print(f"{'':<14}{'':<26}{'GiB':>6}" + "".join(f"{rule:>12}" for rule in args.rules) + f"{'gap closed':>12}")
     for name in args.traces:
-        made = {"shifted": conversations, "edited": edited}.get(name)
-        trace = made(args.sessions) if made is not None else recorded(name, args.requests)
+        if name in ("shifted", "edited"):
+            trace = conversations(args.sessions) if name == "shifted" else edited(args.sessions)
+        else:
+            trace = recorded(name, args.requests)
         future = Future(trace)
         for model in args.models:
             for gib in args.gib:

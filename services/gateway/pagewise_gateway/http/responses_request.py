@@ -31,7 +31,7 @@ FIELD_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
-    "thinking_token_budget": "reasoning.max_tokens",
+    "thinking_token_budget": "reasoning.max_tokens",  # nosec B105 # no secret
 }
 """The fields of a chat that have other names in this API."""
 _ITEMS: dict[str, type[Struct]] = {
