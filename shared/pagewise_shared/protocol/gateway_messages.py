@@ -82,6 +82,10 @@ class ReuseHints(Piece, frozen=True):
     retention: int = 0
     tool_call_ids: tuple[int, ...] = ()
     cache_key: str = ""
+    session: str = ""
+    parent: str = ""
+    returns_in: float = -1.0
+    ends: bool = False
 
 
 class StreamProgress(Piece, frozen=True, gc=False):
@@ -304,6 +308,25 @@ class ResetCache(Message, frozen=True):
     salt: str = ""
 
 
+AdviceKind = Literal["willneed", "cold", "dontneed", "pin", "unpin", "fork", "end", "called"]
+
+
+class Advise(Message, frozen=True):
+    """PROVISIONAL"""
+
+    epoch: int
+    number: int
+    kind: AdviceKind
+    key: str = ""
+    cache_salt: str | None = None
+    session: str = ""
+    request_id: str = ""
+    tokens: bytes = b""
+    seconds: float = -1.0
+    parent: str = ""
+    tools: tuple[str, ...] = ()
+
+
 class RegisterAdapter(Message, frozen=True):
     """Serve an adapter from now on: ``AdapterAnswer`` comes once executors have loaded it, or failed to.
 
@@ -335,6 +358,7 @@ FromGateway = (
     | Query
     | AbortRequest
     | ResetCache
+    | Advise
     | RegisterAdapter
     | UnregisterAdapter
     | Heartbeat
@@ -466,6 +490,17 @@ class QueryAnswer(Message, frozen=True):
     body: bytes = b""
 
 
+class Advised(Message, frozen=True):
+    """PROVISIONAL"""
+
+    number: int
+    outcome: Literal["accepted", "clipped", "refused"]
+    reason: str = ""
+    blocks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 class AdapterAnswer(Message, frozen=True):
     """The result of a ``RegisterAdapter`` or ``UnregisterAdapter``.
 
@@ -490,5 +525,14 @@ class AdapterState(Message, frozen=True):
 
 
 ToGateway = (
-    GatewayWelcome | FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer | HeartbeatAck | Rejoin | Refused
+    GatewayWelcome
+    | FleetState
+    | AdapterState
+    | AdapterAnswer
+    | Advised
+    | Outputs
+    | QueryAnswer
+    | HeartbeatAck
+    | Rejoin
+    | Refused
 )
