@@ -70,9 +70,7 @@ async def test_which_name_of_a_session_counts() -> None:
         assert (await hints(server, CHATS, chat(prompt_cache_key="key"), **codex)).session == "key"
         assert (await hints(server, CHATS, chat(), **codex)).session == "codex"
         assert (await hints(server, CHATS, chat(), conversation_id="old")).session == "old"
-        assert (
-            await hints(server, CHATS, chat(prompt_cache_key="key"), **{"X-Dynamo-Session-Id": "nv"})
-        ).session == "nv"
+        assert (await hints(server, CHATS, chat(prompt_cache_key="key"), **dynamo)).session == "nv"
         assert (await hints(server, CHATS, chat(prompt_cache_key="", user="me"))).session == ""
         for name in ("X-Session-Id", "session_id"):
             status, answer = await server.post(CHATS, chat(), **{name: "x" * 2000})
