@@ -121,7 +121,7 @@ async def _tokens(service: Service, body: AdviceRequest, key: str) -> "array[int
     if not body.prompt:
         raise InvalidRequestError("prompt must not be empty", "prompt")
     capacity = await service.scheduler_client.wait_for_capacity()
-    return (await encode_prompt(service, body.prompt, CompletionRequest(prompt=body.prompt), capacity, key)).tokens
+    return (await encode_prompt(service, body.prompt, CompletionRequest(prompt=""), capacity, key)).tokens
 
 
 def _request_of(response_id: str) -> str:

@@ -35,8 +35,8 @@ class ResetCacheRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     salt: _Salt | None = None
     key: _Key | None = None
-    reset_running_requests: bool = False
-    reset_external: bool = False
+    reset_running_requests: bool | None = None
+    reset_external: bool | None = None
 
 
 class _Asked(Struct, forbid_unknown_fields=True):
