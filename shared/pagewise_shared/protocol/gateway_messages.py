@@ -74,9 +74,16 @@ class KeyLimits(Piece, frozen=True):
 class ReuseHints(Piece, frozen=True):
     """Hints on when the prefix of a request will be used again; eviction learns how reliable they are.
 
-    ``retention``: seconds for which the client wants the prefix kept, 0 if not given. ``tool_call_ids``: tokens with
-    which the model calls a tool, whose result then follows this prefix and the answer. ``cache_key``: the client's
-    ``prompt_cache_key``; the prompts of requests with the same one are expected to share a beginning.
+    Fields:
+        retention: seconds for which the client wants the prefix kept, 0 if not given.
+        tool_call_ids: tokens with which the model calls a tool, whose result then follows this prefix and the answer.
+        cache_key: the client's ``prompt_cache_key``; the prompts of requests with the same one are expected to share a
+            beginning.
+        session: the name of the conversation that the request is a turn of; the end of a turn is the likely beginning
+            of the next. Names are of one API key. Empty: not given.
+        parent: the session whose prompt this one begins with; empty: not given.
+        returns_in: seconds until the next turn is expected; -1: not given.
+        ends: there is no next turn.
     """
 
     retention: int = 0
@@ -312,7 +319,18 @@ AdviceKind = Literal["willneed", "cold", "dontneed", "pin", "unpin", "fork", "en
 
 
 class Advise(Message, frozen=True):
-    """PROVISIONAL"""
+    """A client's advice on cached KV: ``Advised`` with the same ``number`` answers.
+
+    Fields:
+        kind: "willneed" (it is used within the time), "cold" (move it from the device to a slower tier), "dontneed"
+            (release it), "pin" (keep it for the time), "unpin", "fork" (it begins as the parent does), "end" (of the
+            session), or "called": the gateway says which tools the answer of a request has called.
+        key: name of the client's API key, on whose KV alone it advises. cache_salt: of the requests.
+        session, request_id, tokens: the subject. The request by our id or its client's; tokens are a prompt (int32
+            bytes). For "called", the request and its session.
+        seconds: the time; -1: not given.
+        parent: of "fork", a session. tools: of "called", their names.
+    """
 
     epoch: int
     number: int
@@ -491,7 +509,11 @@ class QueryAnswer(Message, frozen=True):
 
 
 class Advised(Message, frozen=True):
-    """PROVISIONAL"""
+    """The answer to an ``Advise``.
+
+    ``outcome``: "clipped": it is followed in part. ``reason``: of what is clipped or refused. ``blocks``, ``tokens``:
+    of the KV that it is about. ``seconds``: for which it holds; 0: it has no time.
+    """
 
     number: int
     outcome: Literal["accepted", "clipped", "refused"]
