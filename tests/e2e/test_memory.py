@@ -224,3 +224,16 @@ def test_the_cache_is_listed_and_released(server: Served) -> None:
     executor = get(server, "/debug/memory")["executors"][0]
     assert executor["device"]["free"] == 40
     assert executor["tiers"]["host"]["used"] == executor["tree_blocks"] == 0
+
+
+def test_advice_on_a_session_is_answered(server: Served) -> None:
+    prompt = PROMPTS[0]
+    for _ in range(2):  # two turns
+        answer = post(server, prompt, session_id="s-1", cache_hints={"returns_in": 5})
+        prompt += answer["choices"][0]["text"] + " and then"
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    done = command(server, "cache", "end", "s-1", "--json")
+    told = json.loads(done.stdout)["s-1"]
+    assert told["outcome"] in ("accepted", "clipped", "refused"), done.stderr
+    assert done.returncode == (told["outcome"] == "refused")
+    assert bool(told["reason"]) == (told["outcome"] != "accepted")
