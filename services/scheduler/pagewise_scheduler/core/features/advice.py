@@ -4,7 +4,7 @@ A session is a conversation, whose turns follow each other. The blocks that its 
 (see ``predicted_uses``): by the hints of its last turn, by the durations of the tools that this turn has called, or by
 later advice. Blocks of its last turn that the next one has not taken are not used again.
 
-Predictions concern full blocks of models whose layers are in one group, and of groups the blocks of full layers.
+Predictions concern blocks of full layers. Where layers are in several groups, the hints of requests alone count.
 """
 
 from collections import OrderedDict, deque
@@ -175,14 +175,15 @@ class Advice(Feature):
 
     def entered(self, request: Request) -> None:
         session = self._session(request)
+        away = max(self._now, request.placed_at) - session.left  # no step was planned for long if nothing ran
         if session.prediction == ENDED:
             self._judge(session, kept=False)
         elif session.prediction:
             self._predicted.observe(session.prediction, self._tick - session.tick, returned=True)
             if session.due >= 0:
-                self._judge(session, kept=self._now - session.left <= _LATE * session.due)
+                self._judge(session, kept=away <= _LATE * session.due)
         if session.tools:
-            self._tools.took(session.tools, self._now - session.left)
+            self._tools.took(session.tools, away)
         session.prediction, session.due, session.tools = 0, -1.0, ()
 
     def frees(self, sequence: RequestSequence) -> None:
@@ -199,7 +200,7 @@ class Advice(Feature):
             session.due = max(reuse.returns_in, _LEAST_SECONDS)
             session.prediction = self._in(session.due, self._trust_of(session.key).source)
         self._predicted.ends(last, session.number, session.prediction)
-        if before is not None:
+        if before is not None and not self._kv.windows:
             path = set(ancestors(last))
             self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
 
@@ -328,6 +329,8 @@ class Advice(Feature):
             return self._release(own, forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
+        if self._kv.windows:
+            return Outcome("refused", "models with several groups of layers take hints with requests only")
         return self._expect(advice, session, own)
 
     def _expect(self, advice: "Advise", session: Session | None, own: list[CachedBlock]) -> Outcome:
