@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 if TYPE_CHECKING:
+    from pagewise_scheduler.core.memory.predicted_uses import PredictedUses
     from pagewise_scheduler.core.memory.use_history import UseHistory
 
 PREEMPTED, TOOL_CALL, BATCH, RETAINED_MINUTES, RETAINED_HOURS, RETAINED_DAYS = range(7, 13)
@@ -165,7 +166,8 @@ class CostAware:
     use saves.
 
     All blocks have the same size, so the blocks that save the most seconds per unit of time stay.
-    ``seconds(block)``: the time of the cheapest recovery if its tier loses the block.
+    ``seconds(block)``: the time of the cheapest recovery if its tier loses the block. ``predicted``: the predictions of
+    single blocks, which count instead of their classes; None: there are none yet.
     """
 
     learns = True
@@ -173,6 +175,7 @@ class CostAware:
     def __init__(self, seconds: Callable[[CachedBlock], float], history: "UseHistory") -> None:
         self._seconds = seconds
         self._history = history
+        self.predicted: PredictedUses | None = None
 
     @property
     def now(self) -> int:
@@ -184,8 +187,8 @@ class CostAware:
         return self._history.now
 
     def group(self, block: CachedBlock) -> int:
-        """Its class."""
-        return block.kind
+        """Its prediction, or its class."""
+        return block.prediction or block.kind
 
     def order(self, block: CachedBlock) -> float:
         """The tick of its last release."""
@@ -193,15 +196,23 @@ class CostAware:
 
     def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         """The seconds that keeping the block saves, per unit of time (one block that comes into the caches)."""
+        if block.prediction and use is None and self.predicted is not None:
+            age = self._history.now - block.last_used
+            return self.predicted.value(block.prediction, age) * self._seconds(block)
         use = use or block
         return self._history.density(use.kind, use.last_used) * self._seconds(block)
 
     def probability(self, block: CachedBlock) -> float:
         """How likely the block is used again."""
+        if block.prediction and self.predicted is not None:
+            return self.predicted.probability(block.prediction, self._history.now - block.last_used)
         return self._history.probability(block.kind, block.last_used)
 
     def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:
         """Count the return of blocks that were used before, and put each block into its class."""
+        if self.predicted is not None:
+            blocks = list(blocks)
+            self.predicted.used(blocks, ending)
         self._history.used(blocks, ending)
 
     def role(self, key: int) -> int:

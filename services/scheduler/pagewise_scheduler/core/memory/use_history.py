@@ -83,7 +83,7 @@ class UseHistory:
         self._reached = [[0.0] * _SPANS for _ in range(NUM_CLASSES)]
         self._returned = [[0.0] * _SPANS for _ in range(NUM_CLASSES)]
         self._counted = [0] * _SPANS
-        densities = [_densities(rates) for rates in _expected(_PRIOR_RATES)]
+        densities = [gittins_densities(rates, _WIDTHS) for rates in _expected(_PRIOR_RATES)]
         self._densities = [densities[_is_announced(kind)] for kind in range(NUM_CLASSES)]
         self._num_uses = self._halved = 0
         self._next_lesson = 1
@@ -179,13 +179,14 @@ class UseHistory:
                     zip(*reached, strict=True), zip(*returned, strict=True), _PRIOR_RATES, strict=True
                 )
             ]
-            before, densities = _expected(common), [_densities(rates) for rates in _expected(common)]
+            before, densities = _expected(common), [gittins_densities(rates, _WIDTHS) for rates in _expected(common)]
             for kind, all_, back in zip(range(first, end), reached, returned, strict=True):
                 self._densities[kind] = densities[_is_announced(kind)]
                 if all_[0]:
                     rates = zip(all_, back, before[_is_announced(kind)], strict=True)
-                    self._densities[kind] = _densities(
-                        [(one_back + weight * rate) / (one + weight) for one, one_back, rate in rates]
+                    self._densities[kind] = gittins_densities(
+                        [(one_back + weight * rate) / (one + weight) for one, one_back, rate in rates],
+                        _WIDTHS,
                     )
         self._next_lesson = self._num_uses + min(self._num_uses, _MOST_BETWEEN_LESSONS)
 
@@ -229,14 +230,14 @@ def _expected(rates: list[float]) -> tuple[list[float], list[float]]:
     return rates, [max(rate, min(_ANNOUNCED * rate, _MOST_ANNOUNCED)) for rate in rates]
 
 
-def _densities(rates: list[float]) -> list[float]:
+def gittins_densities(rates: list[float], widths: list[float]) -> list[float]:
     """For each span of ages: the uses per unit of time that keeping a block of that age brings until the best moment.
 
-    ``rates``: the share of the blocks reaching a span that are used again within it. The sums over the spans that are
+    ``widths``: of the spans. ``rates``: the share of the blocks reaching a span that are used again within it. The sums over the spans that are
     waited for grow from the last span on: a span joins its successors as long as that raises its uses per time.
     """
     uses, times, alive = [], [], 1.0
-    for rate, width in zip(rates, _WIDTHS, strict=True):
+    for rate, width in zip(rates, widths, strict=True):
         bounded = min(rate, 0.999)
         uses.append(alive * bounded)
         times.append(alive * width * (1 - bounded / 2))

@@ -163,14 +163,30 @@ class Pool:
         elif (node := self._evictable.pop()) is None:
             return False
         else:
-            kept = self.below is not None and self._demote(node, copies)
-            self._leave(node)
-            if not node.num_tiers:
-                self.drop(node)
-            for tier in self.lower if node.num_tiers else ():  # it may be the nearest one there now
-                tier.offer(node)
+            kept = self._give_up(node, copies)
         self._count_evicted(kept=kept)
         return True
+
+    def _give_up(self, node: CachedBlock, copies: list[BlockCopy]) -> bool:
+        """Let go of the cached block of ``node``; returns whether a tier below keeps its content."""
+        kept = self.below is not None and self._demote(node, copies)
+        self._leave(node)
+        if not node.num_tiers:
+            self.drop(node)
+        for tier in self.lower if node.num_tiers else ():  # it may be the nearest one there now
+            tier.offer(node)
+        return kept
+
+    def give_up(self, nodes: Iterable[CachedBlock]) -> Copies:
+        """Evict the blocks of ``nodes``, the last one of a prefix first, as far as they may be evicted.
+
+        Returns the copies that keep their content.
+        """
+        copies: list[BlockCopy] = []
+        for node in nodes:
+            if self._rank(node) is not None:
+                self._count_evicted(kept=self._give_up(node, copies))
+        return copies
 
     def _set_free(self, block: int) -> None:
         """A cached block holds nothing any more."""
