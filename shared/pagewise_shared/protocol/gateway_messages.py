@@ -325,9 +325,10 @@ class Advise(Message, frozen=True):
         kind: "willneed" (it is used within the time), "cold" (move it from the device to a slower tier), "dontneed"
             (release it), "pin" (keep it for the time), "unpin", "fork" (it begins as the parent does), "end" (of the
             session), or "called": the gateway says which tools the answer of a request has called.
-        key: name of the client's API key, on whose KV alone it advises. cache_salt: of the requests.
-        session, request_id, tokens: the subject. The request by our id or its client's; tokens are a prompt (int32
-            bytes). For "called", the request and its session.
+        key: name of the client's API key, on whose KV alone it advises. cache_salt: of the requests;
+            with tokens, an adapter extends it (``adapter_salt``).
+        session, request_id, tokens: the subject. The request by our id, if it is the last turn of its session; tokens
+            are a prompt (int32 bytes). For "called", the request and its session.
         seconds: the time; -1: not given.
         parent: of "fork", a session. tools: of "called", their names.
     """

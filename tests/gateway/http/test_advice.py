@@ -352,6 +352,8 @@ async def test_advice_on_an_adapter(tmp_path: Path) -> None:
         body = {"advice": "pin", "prompt": "Hello", "model": "one", "cache_salt": "x"}
         assert (await server.post(ADVICE, body))[0] == 200
         assert server.scheduler.advice[-1].cache_salt == adapter_salt(adapter.content, "all/x")
+        await server.post(ADVICE, {"advice": "end", "session_id": "s", "model": "one", "cache_salt": "x"})
+        assert server.scheduler.advice[-1].cache_salt == "all/x", "as its requests have it"
 
 
 async def test_the_command_advises_on_sessions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,8 @@ async def give_advice(request: web.Request) -> web.Response:
             number=0,
             kind=body.advice,
             key=client.name,
-            cache_salt=salt if adapter is None else adapter_salt(adapter.content, salt),
+            # Sessions have the salt of their requests. The KV of an adapter is found under a salt of its own.
+            cache_salt=salt if adapter is None or not tokens else adapter_salt(adapter.content, salt),
             session=body.session_id or "",
             request_id=body.request_id or _request_of(body.response_id or ""),
             tokens=tokens.tobytes(),
