@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-LONGEST_SESSION = 256
-"""The maximum number of characters of a session's name."""
+LONGEST_SESSION = 1024
+"""The maximum number of characters of a session's name, and of a ``prompt_cache_key``, which may be one."""
 LONGEST_SECONDS = 604_800
 """A week, in seconds: the longest time that hints and advice may name."""
-_MAX_CACHE_KEY = 1024
 _DURATION = "[1-9][0-9]{0,4}[smh]"
 
 SessionId = Annotated[
@@ -26,7 +25,7 @@ SessionId = Annotated[
 CacheKey = Annotated[
     str,
     Meta(
-        max_length=_MAX_CACHE_KEY,
+        max_length=LONGEST_SESSION,
         description="Prompts of one key are expected to share a beginning, at whose end states and windows are kept. "
         "It is the session of the request if nothing else names one.",
     ),
