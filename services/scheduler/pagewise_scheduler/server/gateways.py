@@ -13,9 +13,9 @@ from pagewise_shared.logs import printable
 from pagewise_shared.protocol import (
     Abort,
     AbortRequest,
+    AdapterAnswer,
     Advise,
     Advised,
-    AdapterAnswer,
     FinishStream,
     FleetState,
     GatewayHello,
