@@ -17,7 +17,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _ADVICE = {
     "pin": ("pin", "keep the KV of sessions for a time, within the share of the API key"),
     "unpin": ("unpin", "end a pin"),
-    "prefetch": ("willneed", "bring the KV of sessions to the device, for a turn that is about to come"),
+    "prefetch": ("willneed", "say that the next turn of sessions is about to come, so that their KV is kept for it"),
     "cold": ("cold", "move the KV of sessions from the device to a slower tier now"),
     "forget": ("dontneed", "release the KV of sessions, as far as nothing else uses it"),
     "end": ("end", "say that sessions have ended: their KV is the first to go"),

@@ -22,8 +22,8 @@ class AdviceRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     advice: Annotated[
         Kind,
         Meta(
-            description="willneed: bring it to the device for a use within the time. cold: move it from the device to "
-            "a slower tier. dontneed: release it. pin: keep it for the time. unpin: end a pin. fork: it begins as the "
+            description="willneed: it is used again within the time. cold: move it from the device to a "
+            "slower tier. dontneed: release it. pin: keep it for the time. unpin: end a pin. fork: it begins as the "
             "parent does. end: the session has ended."
         ),
     ]
