@@ -224,3 +224,17 @@ def test_the_cache_is_listed_and_released(server: Served) -> None:
     executor = get(server, "/debug/memory")["executors"][0]
     assert executor["device"]["free"] == 40
     assert executor["tiers"]["host"]["used"] == executor["tree_blocks"] == 0
+
+
+def test_a_session_ends(server: Served) -> None:
+    prompt = PROMPTS[0]
+    for _ in range(2):  # two turns
+        answer = post(server, prompt, session_id="s-1", cache_hints={"returns_in": 5})
+        prompt += answer["choices"][0]["text"] + " and then"
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    before = server.metric("advice_accepted_total")
+    done = command(server, "cache", "end", "s-1")
+    assert (done.returncode, done.stdout[:14]) == (0, "s-1: accepted,"), done.stderr + done.stdout
+    assert server.metric("advice_accepted_total") == before + 1
+    unknown = command(server, "cache", "end", "s-2")
+    assert (unknown.returncode, unknown.stdout) == (1, "s-2: refused: nothing of it is cached\n")

@@ -12,12 +12,15 @@ from typing import Literal
 
 import zmq
 import zmq.asyncio
+from msgspec import structs
 from pagewise_shared.protocol import (
     Abort,
     AbortRequest,
     Adapter,
     AdapterAnswer,
     AdapterState,
+    Advise,
+    Advised,
     FinishStream,
     FleetState,
     FromGateway,
@@ -106,7 +109,7 @@ class FakeScheduler:
         heartbeat_ms: as in the welcome. no_grammars, problems, has_snapshots: of the fleet.
         submits, hellos, aborts, stops, goodbyes: the received messages. snapshots: the last metrics by gateway.
         reports: the answers to queries, by kind and argument. queries: the received queries.
-        resets: the salts of the received resets of the cache.
+        resets: the salts of the received resets of the cache. advice: that was received. advised: the answer to it.
         views: the content for consoles, by part. endable: ids of requests that an operator can end.
         keys: public and secret key, if connections are encrypted.
         replies: tokens of the outputs of the next requests, one after the other, in the place of their prompts'.
@@ -141,6 +144,8 @@ class FakeScheduler:
         default_factory=lambda: {(kind, ""): b'{"executors":[]}' for kind in ("memory", "cache")}
     )
     resets: list[str] = field(default_factory=list)
+    advice: list[Advise] = field(default_factory=list)
+    advised: Advised = Advised(0, "accepted")  # noqa: RUF009 - it is frozen
     queries: list[Query] = field(default_factory=list)
     views: dict[str, bytes] = field(default_factory=dict)
     endable: set[str] = field(default_factory=set)
@@ -298,6 +303,9 @@ class FakeScheduler:
             case ResetCache(salt=salt):
                 self.resets.append(salt)
                 await self._send(identity, QueryAnswer(message.number, True, b'{"executors":[]}'))
+            case Advise():
+                self.advice.append(message)
+                await self._send(identity, structs.replace(self.advised, number=message.number))
             case Heartbeat():
                 await self._send(identity, HeartbeatAck(member.epoch))
 

@@ -1,4 +1,4 @@
-"""``pagewise cache``: what operators see of cached prefixes, and do to them."""
+"""``pagewise cache``: what operators see of cached prefixes, and do to them, and advice on sessions."""
 
 import argparse
 import json
@@ -14,6 +14,16 @@ Lines = Callable[[dict[str, Any]], Iterator[str]]
 """Yields the lines about the part of an answer that is about one executor."""
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_ADVICE = {
+    "pin": ("pin", "keep the KV of sessions for a time, within the share of the API key"),
+    "unpin": ("unpin", "end a pin"),
+    "prefetch": ("willneed", "say that the next turn of sessions is about to come, so that their KV is kept for it"),
+    "cold": ("cold", "move the KV of sessions from the device to a slower tier now"),
+    "forget": ("dontneed", "release the KV of sessions, as far as nothing else uses it"),
+    "end": ("end", "say that sessions have ended: their KV is the first to go"),
+}
+"""Verb of the command -> the advice of ``POST /v1/cache/advice``, and the help."""
+_TIMES = {"pin": "keep it for so long", "prefetch": "the turn comes within that time"}
 
 
 def cache(arguments: Sequence[str]) -> int:
@@ -25,8 +35,8 @@ def cache(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagewise cache",
-        description="Show cached prefixes, and release them. Where there are API keys, both need an operator's key in "
-        "PAGEWISE_API_KEY.",
+        description="Show cached prefixes and release them, or advise on sessions. Where there are API keys, list and "
+        "drop need an operator's key in PAGEWISE_API_KEY, and the other verbs are about sessions of the key there.",
     )
     chosen = argparse.ArgumentParser(add_help=False)
     which = chosen.add_mutually_exclusive_group()
@@ -51,9 +61,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     dropped.add_argument("--all", action="store_true", help="of all requests")
     dropped.set_defaults(run=_drop, parser=dropped)
-    for each in (shown, dropped):
+    advised = [_add_advice(verbs, verb, *advice) for verb, advice in _ADVICE.items()]
+    for each in (shown, dropped, *advised):
         each.add_argument("--json", action="store_true", help="print the answer as JSON")
         add_url(each)
+    return parser
+
+
+def _add_advice(verbs: Any, verb: str, advice: str, about: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(verb, help=about, description=about[0].upper() + about[1:] + ".")
+    parser.add_argument("sessions", nargs="+", metavar="SESSION", help="as requests name it in session_id")
+    parser.add_argument("--cache-salt", help="the cache_salt of its requests, if they have one")
+    if verb in _TIMES:
+        parser.add_argument("--ttl", metavar="TIME", help=f"{_TIMES[verb]}: 90s, 5m, 1h")
+    parser.set_defaults(run=_advise, advice=advice)
     return parser
 
 
@@ -72,6 +93,31 @@ def _drop(options: argparse.Namespace) -> int:
         report = json.loads(answer.read())
     _print(report, options, _dropped)
     return 0
+
+
+def _advise(options: argparse.Namespace) -> int:
+    """Give advice on each session. Returns 1 if the advice on one of them is refused."""
+    fields = {"advice": options.advice, "cache_salt": options.cache_salt, "ttl": getattr(options, "ttl", None)}
+    given = {name: value for name, value in fields.items() if value is not None}
+    answers: dict[str, dict[str, Any]] = {}
+    for session in options.sessions:
+        body = json.dumps({**given, "session_id": session}).encode()
+        with connect(options.url, "/v1/cache/advice", body) as answer:
+            answers[session] = json.loads(answer.read())
+        if not options.json:
+            print(f"{printable(session)}: {_outcome(answers[session])}")
+    if options.json:
+        print(json.dumps(answers, indent=2))
+    return int(any(answer["outcome"] == "refused" for answer in answers.values()))
+
+
+def _outcome(answer: dict[str, Any]) -> str:
+    parts = [str(answer["outcome"])]
+    if answer["outcome"] != "refused":
+        parts.append(f"{answer['tokens']:,} tokens in {answer['blocks']:,} blocks")
+    if answer["seconds"]:
+        parts.append(f"for {answer['seconds']:g} s")
+    return ", ".join(parts) + (f": {printable(answer['reason'])}" if answer["reason"] else "")
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, str]:

@@ -285,6 +285,11 @@ class Metrics:
             "spec_decode_num_drafts": "Drafts that steps have verified.",
             "spec_decode_num_draft_tokens": "Tokens of these drafts.",
             "spec_decode_num_accepted_tokens": "Tokens of drafts that were drawn, and kept.",
+            "advice_accepted": "Advice on cached KV that executors have followed.",
+            "advice_clipped": "Advice that executors have followed in part.",
+            "advice_refused": "Advice on KV that is cached, which executors have refused.",
+            "hints_kept": "Hints of clients after which a session returned in time.",
+            "hints_broken": "Hints after which a session returned late or not at all, or although it had ended.",
             "segment_moved_tokens": "Tokens of segments whose KV was moved to where they stand.",
         }
         self.of_features = {name: self._counter(name, text) for name, text in texts.items()}

@@ -95,14 +95,25 @@ class MemoryBudget(Piece, frozen=True):
 class ReuseHints(Piece, frozen=True):
     """Hints on when the prefix of a request will be used again; eviction learns how reliable they are.
 
-    ``retention``: seconds for which the client wants the prefix kept, 0 if not given. ``tool_call_ids``: tokens with
-    which the model calls a tool, whose result then follows this prefix and the answer. ``cache_key``: the client's
-    ``prompt_cache_key``; the prompts of requests with the same one are expected to share a beginning.
+    Fields:
+        retention: seconds for which the client wants the prefix kept, 0 if not given.
+        tool_call_ids: tokens with which the model calls a tool, whose result then follows this prefix and the answer.
+        cache_key: the client's ``prompt_cache_key``; the prompts of requests with the same one are expected to share a
+            beginning.
+        session: the name of the conversation that the request is a turn of; the end of a turn is the likely beginning
+            of the next. Names are of one API key. Empty: not given.
+        parent: the session whose prompt this one begins with; empty: not given.
+        returns_in: seconds until the next turn is expected; -1: not given.
+        ends: there is no next turn.
     """
 
     retention: int = 0
     tool_call_ids: tuple[int, ...] = ()
     cache_key: str = ""
+    session: str = ""
+    parent: str = ""
+    returns_in: float = -1.0
+    ends: bool = False
 
 
 class StreamProgress(Piece, frozen=True, gc=False):
@@ -327,6 +338,37 @@ class ResetCache(Message, frozen=True):
     salt: str = ""
 
 
+AdviceKind = Literal["willneed", "cold", "dontneed", "pin", "unpin", "fork", "end", "called"]
+
+
+class Advise(Message, frozen=True):
+    """A client's advice on cached KV: ``Advised`` with the same ``number`` answers.
+
+    Fields:
+        kind: "willneed" (it is used within the time), "cold" (move it from the device to a slower tier), "dontneed"
+            (release it), "pin" (keep it for the time), "unpin", "fork" (it begins as the parent does), "end" (of the
+            session), or "called": the gateway says which tools the answer of a request has called.
+        key: name of the client's API key, on whose KV alone it advises. cache_salt: of the requests;
+            with tokens, an adapter extends it (``adapter_salt``).
+        session, request_id, tokens: the subject. The request by our id, if it is the last turn of its session; tokens
+            are a prompt (int32 bytes). For "called", the request and its session.
+        seconds: the time; -1: not given.
+        parent: of "fork", a session. tools: of "called", their names.
+    """
+
+    epoch: int
+    number: int
+    kind: AdviceKind
+    key: str = ""
+    cache_salt: str | None = None
+    session: str = ""
+    request_id: str = ""
+    tokens: bytes = b""
+    seconds: float = -1.0
+    parent: str = ""
+    tools: tuple[str, ...] = ()
+
+
 class RegisterAdapter(Message, frozen=True):
     """Serve an adapter from now on: ``AdapterAnswer`` comes once executors have loaded it, or failed to.
 
@@ -358,6 +400,7 @@ FromGateway = (
     | Query
     | AbortRequest
     | ResetCache
+    | Advise
     | RegisterAdapter
     | UnregisterAdapter
     | Heartbeat
@@ -489,6 +532,21 @@ class QueryAnswer(Message, frozen=True):
     body: bytes = b""
 
 
+class Advised(Message, frozen=True):
+    """The answer to an ``Advise``.
+
+    ``outcome``: "clipped": it is followed in part. ``reason``: of what is clipped or refused. ``blocks``, ``tokens``:
+    of the KV that it is about. ``seconds``: for which it holds; 0: it has no time.
+    """
+
+    number: int
+    outcome: Literal["accepted", "clipped", "refused"]
+    reason: str = ""
+    blocks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
 class AdapterAnswer(Message, frozen=True):
     """The result of a ``RegisterAdapter`` or ``UnregisterAdapter``.
 
@@ -513,5 +571,14 @@ class AdapterState(Message, frozen=True):
 
 
 ToGateway = (
-    GatewayWelcome | FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer | HeartbeatAck | Rejoin | Refused
+    GatewayWelcome
+    | FleetState
+    | AdapterState
+    | AdapterAnswer
+    | Advised
+    | Outputs
+    | QueryAnswer
+    | HeartbeatAck
+    | Rejoin
+    | Refused
 )

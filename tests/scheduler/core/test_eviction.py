@@ -15,10 +15,10 @@ from pagewise_scheduler.core.memory.eviction import (
     RETAINED_MINUTES,
     TOOL_CALL,
     Evictable,
-    EvictionQueue,
     LeastRecentlyUsed,
     ending,
 )
+from pagewise_scheduler.core.memory.eviction_queue import EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, PrefixTree
 from pagewise_scheduler.core.memory.roles import NUM_CLASSES
 from pagewise_scheduler.core.memory.use_history import UseHistory
@@ -77,7 +77,7 @@ def test_a_life_table_says_who_reached_an_age_and_who_was_used_in_it(uses: list[
 
 @given(st.lists(st.floats(0, 1), min_size=use_history._SPANS, max_size=use_history._SPANS))
 def test_a_density_is_that_of_the_best_time_to_wait(rates: list[float]) -> None:
-    found = use_history._densities(rates)
+    found = use_history.gittins_densities(rates, use_history._WIDTHS)
     for begin in range(use_history._SPANS):
         uses = time = best = 0.0
         alive = 1.0

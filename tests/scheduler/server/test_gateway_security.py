@@ -104,6 +104,10 @@ IMPOSSIBLE = [
     with_params(reuse=ReuseHints(retention=2**40)),
     with_params(reuse=ReuseHints(tool_call_ids=(1,) * 1000)),
     with_params(reuse=ReuseHints(cache_key="x" * 10_000)),
+    with_params(reuse=ReuseHints(session="x" * 10_000)),
+    with_params(reuse=ReuseHints(parent="x" * 10_000)),
+    with_params(reuse=ReuseHints(returns_in=float("nan"))),
+    with_params(reuse=ReuseHints(returns_in=-7.0)),
     *(
         changed(prompts=(Prompt(int32s(1, 2, 3), 4, places=places),))
         for places in (b"abc", int32s(-1), int32s(4), int32s(*[1] * 9))

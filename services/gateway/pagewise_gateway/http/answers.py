@@ -9,20 +9,21 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Generic, TypeVar
 
 from aiohttp import web
-from pagewise_shared.protocol import Prompt, RequestParams, ReuseHints, Submit
+from pagewise_shared.protocol import Prompt, RequestParams, Submit
 from pagewise_shared.sampling import SamplingParams
 
 from pagewise_gateway.generation import AnswerOptions, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service, client_request_id
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import APIError
+from pagewise_gateway.http.hints import reuse_hints
 from pagewise_gateway.http.intake import Intake
-from pagewise_gateway.http.params import beam_params, check_model, retention_seconds, stop_texts
+from pagewise_gateway.http.params import beam_params, check_model, stop_texts
 from pagewise_gateway.http.request_log import Generated, RequestTrace
 from pagewise_gateway.http.responses import (
     ChatChunk,
@@ -78,7 +79,7 @@ def generate(
             cache_salt=client.cache_salt(body.cache_salt),
             key=client.name,
             client_request_id=client_request_id(request),
-            reuse=ReuseHints(retention_seconds(body), service.tokenizer.tool_call_ids, body.prompt_cache_key or ""),
+            reuse=reuse_hints(request, body, service.tokenizer.tool_call_ids),
             adapter=check_model(body.model, service.limits),
         ),
         limits=client.limits,
@@ -317,6 +318,7 @@ class ChatRun:
         body: without its large fields.
         parsing: the options of parsing its outputs; None: outputs are content as they are.
         start, continues: the position at which an output begins, for ``MessageParser``.
+        called: the names of the tools that its outputs have called so far.
     """
 
     service: Service
@@ -325,6 +327,7 @@ class ChatRun:
     parsing: Parsing | None
     start: Start
     continues: bool
+    called: list[str] = field(default_factory=list)
 
     def parser(self) -> MessageParser:
         """Return a parser of one output."""

@@ -21,6 +21,8 @@ from pagewise_gateway.http import messages_schema as messages
 from pagewise_gateway.http import responses_schema as items
 from pagewise_gateway.http.access import access_check, check_operator
 from pagewise_gateway.http.adapters import LoadAdapterRequest, UnloadAdapterRequest, load_adapter, unload_adapter
+from pagewise_gateway.http.advice import give_advice
+from pagewise_gateway.http.advice_schema import AdviceAnswer, AdviceRequest
 from pagewise_gateway.http.cache import ResetCacheRequest, debug_cache, reset_prefix_cache
 from pagewise_gateway.http.chat import create_chat_completion
 from pagewise_gateway.http.completions import create_completion
@@ -373,6 +375,7 @@ ENDPOINTS = (
     Endpoint("/v1/responses", create_response, items.Response, items.ResponsesRequest, items.ResponseEvent),
     Endpoint("/v1/messages", create_message, messages.Message, messages.MessagesRequest, messages.MessageEvent),
     Endpoint("/v1/messages/count_tokens", count_tokens, messages.TokenCount, messages.CountRequest),
+    Endpoint("/v1/cache/advice", give_advice, AdviceAnswer, AdviceRequest),
     Endpoint("/v1/models", list_models, responses.ModelList),
     Endpoint("/v1/models/{model:.+}", get_model, responses.Model),
     Endpoint("/v1/load_lora_adapter", load_adapter, str, LoadAdapterRequest, forbidden=_LOADING),

@@ -11,6 +11,7 @@ from pagewise_shared.thinking import ThinkingBudget
 
 from pagewise_gateway.generation import Capacity, SequenceDelta
 from pagewise_gateway.http import params, responses
+from pagewise_gateway.http.advice import tell_calls
 from pagewise_gateway.http.answers import (
     Answer,
     ChatRun,
@@ -25,6 +26,7 @@ from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.credentials import Client
 from pagewise_gateway.http.errors import InvalidRequestError
+from pagewise_gateway.http.hints import breakpoint_ttl
 from pagewise_gateway.http.intake import AnswerSize, Intake
 from pagewise_gateway.http.logprobs import chat_logprobs
 from pagewise_gateway.http.parsing import read_request
@@ -140,6 +142,7 @@ class ParsedAnswer(ChatAnswer):
             reasoning_content=reasoning,
         )
         if parsed.calls:
+            self._run.called.extend(call.name for call in parsed.calls)
             message.tool_calls = [
                 responses.ToolCall(self._run.call_id(call.id), responses.FunctionCall(call.name, call.arguments))
                 for call in parsed.calls
@@ -174,6 +177,7 @@ class ParsedAnswer(ChatAnswer):
     def _delta_event(self, index: int, output: "_Output", new: Delta) -> bytes:
         """Return the event for a piece of the message; nothing if the client does not want it."""
         if new.kind == "call":
+            self._run.called.append(new.text)
             output.calls += 1
             output.templates.pop("arguments", None)
             called = responses.FunctionCallDelta(new.text, "")
@@ -279,7 +283,9 @@ async def run_chat(
     shown = parsing.shown if parsing is not None else frozenset()
     with generate(request, body, (prompt,), sampling, n, intake, prompt_bytes, shown) as live:
         run = ChatRun(service, body, live, parsing, start, bool(body.continue_final_message))
-        return await answer(run).respond(request)
+        response = await answer(run).respond(request)
+        tell_calls(run)
+        return response
 
 
 def _thinking_budget(
@@ -303,6 +309,7 @@ def _check(service: Service, body: ChatRequest, client: Client) -> int:
     """
     n = params.check_common(body, service.limits)
     params.check_priority(body, client)
+    body.prompt_cache_retention = body.prompt_cache_retention or breakpoint_ttl(body.messages)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     check_segments(body)

@@ -78,6 +78,8 @@ class EventAnswer(Answer):
             yield from self._close()
             if self._num_items and not begins_call:
                 text = text.removeprefix("\n")
+            if begins_call:
+                self._run.called.append(text)
             self._num_items += 1
             self._open_kind = kind
             yield from self._open_item(kind, new)

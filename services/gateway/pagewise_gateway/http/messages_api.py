@@ -14,9 +14,10 @@ from pagewise_gateway.http.chat import run_chat
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service, is_messages
 from pagewise_gateway.http.errors import APIError, InvalidRequestError, UnknownParameterError
 from pagewise_gateway.http.event_answers import Event, EventAnswer, as_bytes, ended_early
+from pagewise_gateway.http.hints import MOST_BREAKPOINTS, named_in, session_of_user
+from pagewise_gateway.http.hints_schema import PromptCacheBreakpoint
 from pagewise_gateway.http.params import check_model
 from pagewise_gateway.http.parsing import read_request
-from pagewise_gateway.http.places import Breakpoint
 from pagewise_gateway.http.prompts import encode_chat
 from pagewise_gateway.http.schema import ChatMessage, ChatRequest, ContentPart, JSONSchema, JSONSchemaFormat
 from pagewise_gateway.http.thinking_schema import thinking_variables
@@ -41,6 +42,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     """
     body, intake = await read_request(request, schema.MessagesRequest)
     chat = chat_request(body)
+    chat.session_id = body.session_id or named_in(request) or session_of_user(body.metadata)
     del body  # this frame lives until the response has ended
     request.app[Service.KEY].formats.budgets.drop_impossible(chat)
     return await run_chat(request, chat, intake, lambda run: MessageAnswer(run, f"msg_{request[REQUEST_ID]}"))
@@ -69,10 +71,6 @@ _BILLING = "x-anthropic-billing-header"
 """The beginning of a line that some clients put into the system text. The line changes with every request, so no prefix
 behind it would be found in the cache, and it has no meaning for the model."""
 
-_MOST_BREAKPOINTS = 4
-"""The maximum number of cache breakpoints, as in Anthropic's API. The one of the whole request is not counted: it is at
-the end of the prompt."""
-
 _ALLOWED: dict[str, tuple[type[schema.Block], ...]] = {
     "user": (schema.TextBlock, schema.ToolResultBlock, schema.RedactedThinkingBlock),
     "assistant": (schema.TextBlock, schema.ToolUseBlock, schema.ThinkingBlock, schema.RedactedThinkingBlock),
@@ -81,8 +79,10 @@ _ALLOWED: dict[str, tuple[type[schema.Block], ...]] = {
 """The blocks that a message of each role may have. ``redacted_thinking`` is left out of the prompt."""
 
 _FIELDS = {
+    "cache_hints": "cache_hints",
     "cache_salt": "cache_salt",
     "max_completion_tokens": "max_tokens",
+    "nvext": "nvext",
     "stop": "stop_sequences",
     "stream": "stream",
     "temperature": "temperature",
@@ -100,7 +100,7 @@ def chat_request(body: schema.CountRequest) -> ChatRequest:
         InvalidRequestError: a block does not fit the role of its message, a choice has no name, or there are too many
             cache breakpoints.
     """
-    _check_breakpoints(body)
+    ttl = _breakpoint_ttl(body)
     conversation = _conversation(body)
     config = body.output_config or schema.OutputConfig()
     chat = ChatRequest(
@@ -112,6 +112,7 @@ def chat_request(body: schema.CountRequest) -> ChatRequest:
         include_reasoning=body.thinking is None or body.thinking.type != "disabled",
         reasoning_effort=config.effort,
         thinking_token_budget=_budget(body),
+        prompt_cache_retention=ttl,
         **{ours: getattr(body, theirs, None) for ours, theirs in _FIELDS.items()},
     )
     if body.tool_choice is not None:
@@ -124,26 +125,34 @@ def chat_request(body: schema.CountRequest) -> ChatRequest:
     return chat
 
 
-def _check_breakpoints(body: schema.CountRequest) -> None:
+def _breakpoint_ttl(body: schema.CountRequest) -> str | None:
+    """Return for how long the prefix up to the last cache breakpoint should be kept; None: it names no time.
+
+    Raises:
+        InvalidRequestError: there are too many. The one of the whole request, at the end of the prompt, does not count.
+    """
     blocks: list[Any] = [*(body.tools or ()), *(body.system if isinstance(body.system, list) else ())]
     for message in body.messages:
         for block in message.content if isinstance(message.content, list) else ():
             inner = block.content if isinstance(block, schema.ToolResultBlock) else None
-            blocks += [block, *(inner if isinstance(inner, list) else ())]
-    found = sum(getattr(block, "cache_control", None) is not None for block in blocks)
-    if found > _MOST_BREAKPOINTS:
+            blocks += [*(inner if isinstance(inner, list) else ()), block]
+    found = [block.cache_control for block in blocks if getattr(block, "cache_control", None) is not None]
+    if len(found) > MOST_BREAKPOINTS:
         raise InvalidRequestError(
-            f"A maximum of {_MOST_BREAKPOINTS} blocks with cache_control may be provided. Found {found}.",
+            f"A maximum of {MOST_BREAKPOINTS} blocks with cache_control may be provided. Found {len(found)}.",
             "cache_control",
         )
+    last = body.cache_control or (found[-1] if found else None)
+    return last.ttl if last is not None else None
 
 
 def _part(text: str, cache_control: schema.CacheControl | None) -> ContentPart:
-    return (ContentPart if cache_control is None else Breakpoint)("text", text)
+    mark = PromptCacheBreakpoint(ttl=cache_control.ttl) if cache_control is not None else None
+    return ContentPart("text", text, prompt_cache_breakpoint=mark)
 
 
 def _content(parts: list[ContentPart]) -> str | list[ContentPart] | None:
-    plain = len(parts) == 1 and not isinstance(parts[0], Breakpoint)
+    plain = len(parts) == 1 and parts[0].prompt_cache_breakpoint is None
     return parts[0].text if plain else parts or None
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from pagewise_gateway.http.hints_schema import CacheHints, NvExt, SessionId
 from pagewise_gateway.http.schema import (
     MAX_MESSAGES,
     MAX_STOP_STRINGS,
@@ -18,9 +19,10 @@ _IgnoredObject = Annotated[dict[str, Any], Meta(max_length=16, description="Acce
 
 
 class CacheControl(Struct, forbid_unknown_fields=True):
-    """A cache breakpoint: the prefix that ends here is expected to be used again. ``ttl`` and ``scope`` have no effect.
+    """A cache breakpoint: the prefix that ends here is expected to be used again. ``scope`` has no effect.
 
-    All prefixes are cached. With layers that need snapshots (windows, states), one is taken here.
+    All prefixes are cached. With layers that need snapshots (windows, states), one is taken here. ``ttl``: of the last
+    breakpoint, how long the KV of the prompt and its answer should be kept.
     """
 
     type: Literal["ephemeral"]
@@ -162,9 +164,18 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
-    metadata: _IgnoredObject | None = None
+    metadata: (
+        Annotated[
+            dict[str, Any],
+            Meta(max_length=16, description="user_id names the session as Claude Code does; the rest has no effect."),
+        ]
+        | None
+    ) = None
     diagnostics: Annotated[dict[str, Any], Meta(description="Accepted, and without any effect.")] | None = None
     cache_salt: CacheSalt | None = None
+    session_id: SessionId | None = None
+    cache_hints: CacheHints | None = None
+    nvext: NvExt | None = None
 
 
 class MessageUsage(Struct):

@@ -105,12 +105,15 @@ def check_common(body: GenerationFields, limits: Limits) -> int:
 
 
 def check_priority(body: GenerationFields, client: Client) -> None:
-    """Check that a client may ask for the priority of a request.
+    """Check that a client may ask for the priority of a request. Dynamo's is a hint: the key's bound limits it.
 
     Raises:
         InvalidRequestError: it is lower, and would run earlier, than the client's API key permits.
     """
     lowest = client.priority
+    hints = body.nvext.agent_hints if body.nvext is not None else None
+    if body.priority is None and hints is not None and hints.priority is not None:
+        body.priority = -hints.priority if lowest is None else max(lowest, -hints.priority)
     if lowest is not None and body.priority is not None and body.priority < lowest:
         raise InvalidRequestError(
             f"priority is {body.priority}, the lowest that the API key {client.name!r} may ask for is {lowest}",
@@ -292,14 +295,6 @@ def truncated(tokens: "array[int]", body: GenerationFields, max_tokens: int | No
     if keep < 1:
         raise InvalidRequestError("truncate_prompt_tokens leaves nothing of the prompt", "truncate_prompt_tokens")
     return tokens if len(tokens) <= keep else tokens[-keep:]
-
-
-def retention_seconds(body: GenerationFields) -> int:
-    """Return the seconds for which the client wants the KV of its prompt kept; 0: it gives none."""
-    given = body.prompt_cache_retention
-    if given is None or given.startswith("in"):
-        return 0
-    return int(given[:-1]) * {"s": 1, "m": 60, "h": 3600}[given[-1]]
 
 
 def strip(body: CompletionRequest | ChatRequest) -> None:

@@ -17,6 +17,7 @@ from aiohttp import web
 from msgspec import Struct
 from pagewise_shared.json_errors import why_not_json
 
+from pagewise_gateway.http.advice_schema import AdviceRequest
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service
 from pagewise_gateway.http.errors import (
     MAX_MESSAGE_CHARACTERS,
@@ -44,13 +45,13 @@ PIECE = 16_384
 """The maximum number of bytes that are inflated at a time, before and after: this takes 5 ms at worst."""
 _ALWAYS_REFUSED = (
     # OpenAI
-    "audio conversation max_tool_calls moderation prediction prompt_cache_options reasoning_effort web_search_options "
+    "audio conversation max_tool_calls moderation prediction reasoning_effort web_search_options "
     # Anthropic
     "compaction container diagnostics fallbacks inference_geo thread "
     # vLLM
     "chat_template ec_transfer_params guided_choice guided_decoding_backend guided_grammar guided_json guided_regex "
     "kv_transfer_params logits_processors logprob_token_ids media_io_kwargs mm_processor_kwargs prompt_embeds "
-    "prompt_logprobs repetition_detection request_id session_id thinking_token_budget"
+    "prompt_logprobs repetition_detection request_id thinking_token_budget"
 )
 # Field -> values that have no effect, and so are accepted. Null always is.
 _FIELDS: dict[str, tuple[Any, ...]] = {
@@ -357,7 +358,7 @@ def parse_request(body: bytearray, request_type: type[RequestT]) -> RequestT:
         raise InvalidRequestError("the body must be a JSON object")
     known = frozenset(request_type.__struct_fields__)
     try:
-        wanted = drop_unsupported(fields, known, of_chat=request_type in (ChatRequest, TokenizeRequest))
+        wanted = drop_unsupported(fields, known, of_chat=request_type in (ChatRequest, TokenizeRequest, AdviceRequest))
         try:
             return msgspec.convert(wanted, request_type)
         except msgspec.ValidationError as error:

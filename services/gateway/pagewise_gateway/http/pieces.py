@@ -79,7 +79,7 @@ def mark_parts(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], dict
             for part in message.content:
                 if part.segment:
                     texts[name := f"\ue000{secrets.token_hex(12)}\ue001"] = part.text
-                    part = type(part)("text", name)
+                    part = structs.replace(part, text=name)
                 parts.append(part)
             message = structs.replace(message, content=parts)
         marked.append(message)

@@ -27,10 +27,6 @@ _MOST_CHANGED = 64
 strips from the end of a message."""
 
 
-class Breakpoint(ContentPart):
-    """A text at whose end the client has set a cache breakpoint."""
-
-
 class PlaceFinder:
     """Finds the places of conversations. ``default_kwargs``: variables of the chat template, as of ``render_chat``."""
 
@@ -71,7 +67,7 @@ class PlaceFinder:
         ends = set[int]()
         if begun or body.tools:
             ends |= self._before_marks(body, text, [*messages[:begun], ChatMessage("user", mark)], mark)
-        if any(isinstance(part, Breakpoint) for one in messages for part in _parts(one)):
+        if any(part.prompt_cache_breakpoint for one in messages for part in _parts(one)):
             ends |= self._before_marks(body, text, [_marked(one, mark) for one in messages], mark)
         return ends
 
@@ -101,9 +97,9 @@ def _parts(message: ChatMessage) -> Sequence[ContentPart]:
 def _marked(message: ChatMessage, mark: str) -> ChatMessage:
     """Return a message with a mark at each of its breakpoints."""
     parts = _parts(message)
-    if not any(isinstance(part, Breakpoint) for part in parts):
+    if not any(part.prompt_cache_breakpoint for part in parts):
         return message
-    content = [ContentPart("text", part.text + mark * isinstance(part, Breakpoint)) for part in parts]
+    content = [ContentPart("text", part.text + mark * (part.prompt_cache_breakpoint is not None)) for part in parts]
     return structs.replace(message, content=content)
 
 

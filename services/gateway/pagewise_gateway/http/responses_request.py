@@ -7,6 +7,7 @@ from msgspec import Struct, structs
 
 from pagewise_gateway.http import responses_schema as schema
 from pagewise_gateway.http.errors import InvalidRequestError, UnsupportedParameterError
+from pagewise_gateway.http.hints_schema import ReuseFields
 from pagewise_gateway.http.parsing import explain
 from pagewise_gateway.http.schema import (
     ChatMessage,
@@ -64,8 +65,7 @@ def chat_request(body: schema.ResponsesRequest) -> ChatRequest:
         stream=body.stream,
         chat_template_kwargs=body.chat_template_kwargs,
         cache_salt=body.cache_salt,
-        prompt_cache_key=body.prompt_cache_key,
-        prompt_cache_retention=body.prompt_cache_retention,
+        **{name: getattr(body, name) for name in ReuseFields.__struct_fields__},
     )
 
 
@@ -178,7 +178,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _content(content: str | list[schema.InputText]) -> str | list[ContentPart]:
-    return content if isinstance(content, str) else [ContentPart("text", part.text) for part in content]
+    if isinstance(content, str):
+        return content
+    return [ContentPart("text", part.text, prompt_cache_breakpoint=part.prompt_cache_breakpoint) for part in content]
 
 
 def _tool_choice(body: schema.ResponsesRequest) -> ToolChoice | None:

@@ -4,11 +4,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from pagewise_gateway.http.hints_schema import PromptCacheBreakpoint, ReuseFields
 from pagewise_gateway.http.schema import (
     MAX_SCHEMA_NAME,
     SCHEMAS,
-    CacheKey,
-    CacheRetention,
     CacheSalt,
     Ignored,
     TemplateKwargs,
@@ -26,12 +25,13 @@ _TOOLS = "Functions. Tools of the other types are left out if there are function
 
 
 class InputText(Struct, forbid_unknown_fields=True):
-    """A text in an item. The other fields, which earlier answers had, have no effect."""
+    """A text in an item. ``annotations`` and ``logprobs``, which earlier answers had, have no effect."""
 
     text: str
     type: Literal["input_text", "output_text", "reasoning_text", "text"]
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
 class MessageItem(Struct, forbid_unknown_fields=True):
@@ -162,7 +162,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponsesRequest(ReuseFields, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/responses``. Nothing is stored: ``store`` is false by default."""
 
     input: Annotated[str | list[dict[str, Any]], Meta(description=_ITEMS)]
@@ -196,8 +196,6 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     cache_salt: CacheSalt | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
-    prompt_cache_key: CacheKey | None = None
-    prompt_cache_retention: CacheRetention | None = None
     client_metadata: (
         Annotated[dict[str, Any], Meta(max_length=64, description="Accepted, and without any effect.")] | None
     ) = None

@@ -11,6 +11,7 @@ from pagewise_shared.config.sampling_defaults import Probability, RepetitionPena
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from pagewise_shared.segments import MAX_SEGMENTS
 
+from pagewise_gateway.http.hints_schema import PromptCacheBreakpoint, ReuseFields
 from pagewise_gateway.http.thinking_schema import (
     ReasoningEffort,
     ReasoningOptions,
@@ -48,13 +49,6 @@ LONGEST_TEXT = (
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Ignored = Annotated[str, Meta(max_length=MAX_IGNORED_CHARACTERS, description="Accepted, and without any effect.")]
-CacheKey = Annotated[
-    str,
-    Meta(
-        max_length=MAX_IGNORED_CHARACTERS,
-        description="Prompts of one key are expected to share a beginning, at whose end states and windows are kept.",
-    ),
-]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -62,14 +56,6 @@ PromptType = Annotated[
     str | list[str | TokenId | list[TokenId]],
     Meta(
         description=f"A text, token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids.",
-    ),
-]
-CacheRetention = Annotated[
-    str,
-    Meta(
-        pattern="^(in_memory|in-memory|[1-9][0-9]{0,4}[smh])$(?!\\n)",
-        description="How long the cached KV of this prompt and its answer should be kept: 24h, 30m, 90s, or "
-        "in_memory, which leaves it to the server. A hint, not a promise.",
     ),
 ]
 CacheSalt = Annotated[
@@ -206,7 +192,7 @@ class Segments(Struct, forbid_unknown_fields=True, frozen=True):
     ) = None
 
 
-class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerationFields(ReuseFields, forbid_unknown_fields=True, kw_only=True):
     """The parameters that text completions and chat completions share."""
 
     model: str | None = None
@@ -267,8 +253,6 @@ class GenerationFields(Struct, forbid_unknown_fields=True, kw_only=True):
     thinking_token_budget: ThinkingTokens | None = None
     user: Ignored | None = None
     safety_identifier: Ignored | None = None
-    prompt_cache_key: CacheKey | None = None
-    prompt_cache_retention: CacheRetention | None = None
 
 
 class CompletionRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
@@ -285,6 +269,7 @@ class ContentPart(Struct, forbid_unknown_fields=True):
     type: Literal["text"]
     text: str
     segment: Annotated[bool | None, Meta(description="Whether its text is a segment of the prompt.")] = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True):

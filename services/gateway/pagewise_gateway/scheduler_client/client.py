@@ -15,6 +15,7 @@ from pagewise_shared.protocol import (
     Abort,
     AdapterAnswer,
     AdapterState,
+    Advised,
     FinishStream,
     FleetState,
     GatewayHello,
@@ -32,7 +33,7 @@ from pagewise_gateway.generation import AdmissionError, AnswerOptions, Capacity,
 from pagewise_gateway.metrics import Metrics
 from pagewise_gateway.repeats import RepeatWatch
 from pagewise_gateway.scheduler_client.adapters import AdapterTable
-from pagewise_gateway.scheduler_client.connection import SchedulerConnection
+from pagewise_gateway.scheduler_client.connection import ForClient, SchedulerConnection
 from pagewise_gateway.scheduler_client.live_request import LiveRequest
 from pagewise_gateway.scheduler_client.queries import NO_SCHEDULER, Queries
 from pagewise_gateway.scheduler_client.stream_table import StreamTable
@@ -243,7 +244,7 @@ class SchedulerClient:
         self._table.clear()
         self.queries.fail()
 
-    def received(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
+    def received(self, message: ForClient) -> None:
         """Handle a message of the current epoch.
 
         Raises:
@@ -267,7 +268,7 @@ class SchedulerClient:
                 self.adapters.update(message)
             case AdapterAnswer() if (name := self._modules.pop(message.number, None)) is not None:
                 self.adapters.module_answered(name, message.message if message.kind else "")
-            case QueryAnswer() | AdapterAnswer():
+            case QueryAnswer() | AdapterAnswer() | Advised():
                 self.queries.answered(message)
 
     # ---- inside --------------------------------------------------------------------------------------

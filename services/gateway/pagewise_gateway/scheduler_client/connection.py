@@ -17,6 +17,7 @@ from pagewise_shared.logs import BoundedLog, printable
 from pagewise_shared.protocol import (
     AdapterAnswer,
     AdapterState,
+    Advised,
     FleetState,
     GatewayWelcome,
     Goodbye,
@@ -54,6 +55,9 @@ _LEAST_SESSION_SECONDS = 1.0
 _GOODBYE_SECONDS = 0.2
 _FRAMES_SECONDS = 0.01
 """How long frames are handled one after the other before other tasks run."""
+
+ForClient = FleetState | AdapterState | AdapterAnswer | Advised | Outputs | QueryAnswer
+"""The messages that are handed on to the scheduler client."""
 
 
 class SchedulerConnection:
@@ -236,7 +240,7 @@ class SchedulerConnection:
         match message:
             case Outputs() | FleetState() | AdapterState() if message.epoch != self.epoch:
                 self._metrics.frames_dropped("stale_epoch").inc()
-            case Outputs() | FleetState() | AdapterState() | AdapterAnswer() | QueryAnswer():
+            case Outputs() | FleetState() | AdapterState() | AdapterAnswer() | Advised() | QueryAnswer():
                 self._hand_on(message)
             case GatewayWelcome():
                 self._join(message)
@@ -251,7 +255,7 @@ class SchedulerConnection:
                     f"the scheduler at {self._scheduler.endpoint} refused this gateway: {printable(reason, 1000)}"
                 )
 
-    def _hand_on(self, message: FleetState | AdapterState | AdapterAnswer | Outputs | QueryAnswer) -> None:
+    def _hand_on(self, message: ForClient) -> None:
         try:
             self._client.received(message)
         except ProtocolError as error:

@@ -1,14 +1,17 @@
-"""Questions and orders to the scheduler that are no requests: reports, ends of requests, and adapters."""
+"""Questions and orders to the scheduler that are no requests: reports, ends of requests, advice, and adapters."""
 
 import asyncio
 from collections.abc import Callable
 from itertools import count
 from typing import Any, Literal
 
+from msgspec import structs
 from pagewise_shared.protocol import (
     AbortRequest,
     Adapter,
     AdapterAnswer,
+    Advise,
+    Advised,
     ConsoleView,
     Message,
     MetricsSnapshot,
@@ -35,7 +38,7 @@ class Queries:
 
     def __init__(self, connection: SchedulerConnection, metrics: Metrics) -> None:
         self._connection, self._metrics = connection, metrics
-        self._waiting: dict[int, asyncio.Future[Any]] = {}  # QueryAnswer or AdapterAnswer, as each query asks for
+        self._waiting: dict[int, asyncio.Future[Any]] = {}  # an answer of the type that each query asks for
         self._numbers = count(1)
 
     def new_number(self) -> int:
@@ -88,6 +91,22 @@ class Queries:
         answer: QueryAnswer = await self._answer_to(lambda epoch, number: ResetCache(epoch, number, salt))
         return answer.body
 
+    async def advise(self, advice: Advise) -> Advised:
+        """Give the scheduler a client's advice, and return what came of it. Its epoch and number are ignored.
+
+        Raises:
+            AdmissionError: no scheduler answers.
+        """
+        answer: Advised = await self._answer_to(
+            lambda epoch, number: structs.replace(advice, epoch=epoch, number=number)
+        )
+        return answer
+
+    def tell(self, advice: Advise) -> None:
+        """Give the scheduler advice whose answer nobody reads. Without a scheduler, it is dropped."""
+        if (epoch := self._connection.epoch) is not None:
+            self._connection.send(structs.replace(advice, epoch=epoch, number=self.new_number()))
+
     async def load_adapter(self, adapter: Adapter, *, replace: bool) -> None:
         """Have all executors load an adapter. ``replace``: it may take the place of one with the same name.
 
@@ -139,7 +158,7 @@ class Queries:
         finally:
             del self._waiting[number]
 
-    def answered(self, answer: QueryAnswer | AdapterAnswer) -> None:
+    def answered(self, answer: QueryAnswer | AdapterAnswer | Advised) -> None:
         """Return an answer to its caller, if that still waits."""
         if (waiting := self._waiting.get(answer.number)) is not None and not waiting.done():
             waiting.set_result(answer)

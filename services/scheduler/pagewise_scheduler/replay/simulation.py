@@ -186,7 +186,8 @@ class Simulation:
 
     ``peers``: executors fetch blocks from each other; ``uplinks``: each has one link for sending, as for receiving.
     ``roles``: of the executors, "both" if not given. ``gaps``: note the time between tokens. ``depth``: steps in
-    flight. ``tick``: called with the index of each request that arrives. ``salt``: returns its ``cache_salt``.
+    flight. ``tick``: called with the index of each request that arrives. ``salt``, ``key``: return its ``cache_salt``
+    and API key. ``hints``: returns its hints, called with its index and whether its answer calls a tool.
     ``watch``: called with the time whenever memory is sampled.
     """
 
@@ -203,6 +204,8 @@ class Simulation:
         depth: int = 2,
         tick: Callable[[int], None] = lambda index: None,
         salt: Callable[[int], str | None] = lambda index: None,
+        key: Callable[[int], str] = lambda index: "",
+        hints: Callable[[int, bool], ReuseHints] = lambda index, tool_call: _HINTS[tool_call],
         watch: Callable[[float], None] = lambda now: None,
     ) -> None:
         self.now = 0.0
@@ -214,7 +217,7 @@ class Simulation:
         self._roles = Roles()
         self._migrations = {view: Migrations(view, self._roles, self._touch) for view in self._views}
         self._notes_gaps, self._routing = gaps, routing or make_routing("ttft")
-        self._salt, self._watch, self._tick = salt, watch, tick
+        self._salt, self._watch, self._tick, self._key, self._hints = salt, watch, tick, key, hints
         self._events: list[tuple[float, int, SimulatedExecutor | None, Event]] = []
         self._tie = count()
         self._outcome = Outcome(executors=self.executors)
@@ -285,7 +288,7 @@ class Simulation:
             str(index),
             trace.prompt(),
             trace.num_output_tokens,
-            RequestParams(_SAMPLING, cache_salt=self._salt(index), reuse=_HINTS[trace.tool_call]),
+            self._params(index, trace),
             arrival_time=self.now,
         )
         placement = place(self._routing, request, list(able), self.now, self._roles)
@@ -296,6 +299,10 @@ class Simulation:
         executor = able[placement.executor]
         executor.scheduler.add(request)
         return executor
+
+    def _params(self, index: int, trace: TraceRequest) -> RequestParams:
+        reuse = self._hints(index, trace.tool_call)
+        return RequestParams(_SAMPLING, key=self._key(index), cache_salt=self._salt(index), reuse=reuse)
 
     def _take_result(self, executor: SimulatedExecutor, result: StepResult) -> list[int]:
         """Returns the indices of requests that finished."""

@@ -27,10 +27,11 @@ from pagewise_shared.config import SchedulerConfig
 from pagewise_shared.config.adapter_options import adapter_rights
 from pagewise_shared.curve import Keys
 from pagewise_shared.logs import BoundedLog, printable
-from pagewise_shared.protocol import Query, ResetCache, decode_from_executor, decode_from_gateway
+from pagewise_shared.protocol import Advise, Advised, Query, ResetCache, decode_from_executor, decode_from_gateway
 from pagewise_shared.service_status import ServiceStatus, read_status
 
 from pagewise_scheduler.metrics import Metrics
+from pagewise_scheduler.server import advice
 from pagewise_scheduler.server.adapters import AdapterRegistry
 from pagewise_scheduler.server.cache_reset import reset_caches
 from pagewise_scheduler.server.client_request import ClientRequest
@@ -103,6 +104,7 @@ class Coordinator:
                 self.router,
                 self.registry,
                 self._answer,
+                self._follow,
                 on_traced,
             )
         except zmq.ZMQError:
@@ -219,6 +221,9 @@ class Coordinator:
         if query.kind == "metrics":
             self._record_stats()
         return answer(query, registry.executors, self.gateways, self.metrics, self._console)
+
+    def _follow(self, message: Advise) -> Advised:
+        return advice.advise(message, self.executor_registry.executors, self.executor_registry.guarded)
 
 
 class ServiceWatch:

@@ -14,6 +14,8 @@ from pagewise_shared.protocol import (
     Abort,
     AbortRequest,
     AdapterAnswer,
+    Advise,
+    Advised,
     FinishStream,
     FleetState,
     GatewayHello,
@@ -69,6 +71,9 @@ _MOST_GONE = 32
 
 Answer = Callable[[Query | ResetCache], bytes | None]
 """Returns the body of the answer to a query; None: not found."""
+
+Follow = Callable[[Advise], Advised]
+"""Gives a client's advice to the executors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,12 +131,13 @@ class Gateways(Sessions[Gateway]):
         router: Router,
         registry: AdapterRegistry,
         answer: Answer,
+        follow: Follow,
         on_traced: Callable[[ClientRequest, float], None] | None = None,
     ) -> None:
         """``on_traced``: called with each ended prompt that is traced, and the time."""
         super().__init__(socket, keys, metrics, config.gateway_timeout, next_epoch)
         self._router = router
-        self._answer = answer
+        self._answer, self._follow = answer, follow
         self._registry = registry
         self._on_traced = on_traced
         self._end_any = config.gateways_end_any_request
@@ -218,6 +224,8 @@ class Gateways(Sessions[Gateway]):
             case Query() | ResetCache():
                 body = self._answer(message)
                 self.send(session, QueryAnswer(message.number, body is not None, body or b""))
+            case Advise():
+                self.send(session, self._follow(message))
             case AbortRequest(number=number, request_id=name):
                 self.send(session, QueryAnswer(number, self._abort_by_name(name, session)))
             case MetricsSnapshot(families=families):

@@ -92,6 +92,14 @@ _RULES: tuple[tuple[Callable[[Submit, RequestParams], bool], str], ...] = (
         f"a prompt_cache_key of more than {_MAX_TEXT} characters",
     ),
     (
+        lambda submit, params: max(len(params.reuse.session), len(params.reuse.parent)) <= _MAX_TEXT,
+        f"a session with a name of more than {_MAX_TEXT} characters",
+    ),
+    (
+        lambda submit, params: -1 <= params.reuse.returns_in <= _MAX_RETENTION,
+        "a session that returns in {params.reuse.returns_in} s",
+    ),
+    (
         lambda submit, params: not submit.traceparent or bool(_TRACEPARENT.fullmatch(submit.traceparent)),
         "an invalid traceparent",
     ),

@@ -14,6 +14,7 @@ from pagewise_scheduler.core.requests.waiting_queue import QueueLoad
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.features.adapters import AdapterSlots
+    from pagewise_scheduler.core.features.advice import Advice
     from pagewise_scheduler.core.features.beams import BeamGroups
     from pagewise_scheduler.core.features.drafts import Drafting
     from pagewise_scheduler.core.features.fair_shares import FairShares
@@ -46,6 +47,7 @@ class Features:
     """
 
     adapters: "AdapterSlots"
+    advice: "Advice"
     beams: "BeamGroups"
     drafts: "Drafting"
     fair_shares: "FairShares"
@@ -74,6 +76,7 @@ class Features:
             "prefetches": "prefetches" in made and request in self.prefetches.active,
             "drafts": self.options.speculative,
             "fair_shares": len(self._keys) > 1,
+            "advice": params.reuse.session and self._scheduler.kv.pool.policy.learns,
         }
         return tuple(getattr(self, name) for name, uses in used.items() if uses)
 

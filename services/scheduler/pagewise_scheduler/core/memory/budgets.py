@@ -15,7 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy
+from pagewise_scheduler.core.memory.eviction_queue import EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import OWNER_SHIFT, CachedBlock
 
 _POPS_BETWEEN_LOOKS = 128

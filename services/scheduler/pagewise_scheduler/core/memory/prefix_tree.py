@@ -42,7 +42,9 @@ class CachedBlock:
         last release on the device. hash: its block hash, empty until ``hash_of`` is asked for it. kind: an eviction
         policy's class of it, 0: none. flags: bits of the tiers without ids (see ``HashedTier``), ``PRIVATE``, and the
         number of its owner. cached_by: the request that computed it, if that is known. history_key: its key in
-        ``eviction_history``, 0 until it is asked for.
+        ``eviction_history``, 0 until it is asked for. prediction: of its next use (see ``predicted_uses``), 0: none.
+        session: the number of the session whose turns alone have used it, ``SHARED``: others have too, 0: nothing is
+        known.
     """
 
     __slots__ = (
@@ -59,6 +61,8 @@ class CachedBlock:
         "num_on_device",
         "num_tiers",
         "parent",
+        "prediction",
+        "session",
         "tokens",
     )  # fmt: skip
 
@@ -69,6 +73,7 @@ class CachedBlock:
         self.block = NOWHERE
         self.copies = no_copies
         self.num_tiers = self.num_on_device = self.last_used = self.kind = self.history_key = 0
+        self.prediction = self.session = 0
         self.depth: int = 0
         self.flags: int = 0
         if parent is not None:

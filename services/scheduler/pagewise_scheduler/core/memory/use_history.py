@@ -254,13 +254,18 @@ def _expected(rates: list[float]) -> tuple[list[float], list[float]]:
 
 
 def _densities(rates: list[float]) -> list[float]:
+    return gittins_densities(rates, _WIDTHS)
+
+
+def gittins_densities(rates: list[float], widths: list[float]) -> list[float]:
     """For each span of ages: the uses per unit of time that keeping a block of that age brings until the best moment.
 
-    ``rates``: the share of the blocks reaching a span that are used again within it. The sums over the spans that are
-    waited for grow from the last span on: a span joins its successors as long as that raises its uses per time.
+    ``widths``: of the spans. ``rates``: the share of the blocks reaching a span that are used again within it. The sums
+    over the spans that are waited for grow from the last span on: a span joins its successors as long as that raises
+    its uses per time.
     """
     uses, times, alive = [], [], 1.0
-    for rate, width in zip(rates, _WIDTHS, strict=True):
+    for rate, width in zip(rates, widths, strict=True):
         bounded = min(rate, 0.999)
         uses.append(alive * bounded)
         times.append(alive * width * (1 - bounded / 2))

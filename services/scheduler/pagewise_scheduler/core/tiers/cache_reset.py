@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pagewise_shared.block_hash import is_below
 from pagewise_shared.protocol import DEVICE
 
+from pagewise_scheduler.core.memory.eviction_history import LossReason
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, cache_salt_of
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.pool import Pool
@@ -60,23 +61,30 @@ def _snapshot_pools(kv: KVCacheManager) -> Iterator[SnapshotPool]:
 
 def _reset(kv: KVCacheManager, root: CachedBlock) -> int:
     """Release the blocks of a cache salt; returns the number of those that stay."""
-    tree, policy, num_in_use = kv.pool.tree, kv.pool.policy, 0
+    num_in_use = 0
     nodes = [*root.children.values()]
     for node in nodes:  # grows while it is walked: parents come before their children
         nodes += node.children.values()
     for node in reversed(nodes):
-        before = node.nearest_tier
-        for tier in kv.tiers.values():
-            tier.forget(node)
-        if node.num_tiers:
-            num_in_use += 1
-            continue
-        if before != NOWHERE:
-            kv.eviction_history.note(node, "cache reset", before, policy, 0.0)
-        if not node.children:
-            parent = node.parent
-            assert parent is not None
-            tree.remove(node)
-            for lower in kv.pool.lower:
-                lower.offer(parent)
+        release_node(kv, node, "cache reset")
+        num_in_use += node.num_tiers > 0
     return num_in_use
+
+
+def release_node(kv: KVCacheManager, node: CachedBlock, reason: LossReason) -> bool:
+    """Release a block in all tiers with ids, where neither it nor a block behind it is in use; returns whether no tier
+    has it any more, and one had."""
+    before = node.nearest_tier
+    for tier in kv.tiers.values():
+        tier.forget(node)
+    if node.num_tiers:
+        return False
+    if before != NOWHERE:
+        kv.eviction_history.note(node, reason, before, kv.pool.policy, 0.0)
+    if not node.children:
+        parent = node.parent
+        assert parent is not None
+        kv.pool.tree.remove(node)
+        for lower in kv.pool.lower:
+            lower.offer(parent)
+    return before != NOWHERE

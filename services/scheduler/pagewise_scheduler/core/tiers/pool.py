@@ -14,8 +14,9 @@ from pagewise_shared.block_hash import BlockHash
 
 from pagewise_scheduler.core.memory.block_watch import BlockWatcher
 from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.core.memory.eviction import EvictionPolicy, EvictionQueue
+from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.eviction_history import LossReason
+from pagewise_scheduler.core.memory.eviction_queue import EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, Tier
 
@@ -189,14 +190,30 @@ class Pool:
         elif (node := self._evictable.pop()) is None:
             return False
         else:
-            kept = self.below is not None and self._demote(node, copies)
-            self._leave(node)
-            if not node.num_tiers:
-                self.drop(node)
-            for tier in self.lower if node.num_tiers else ():  # it may be the nearest one there now
-                tier.offer(node)
+            kept = self._give_up(node, copies)
         self._count_evicted(kept=kept)
         return True
+
+    def _give_up(self, node: CachedBlock, copies: list[BlockCopy]) -> bool:
+        """Let go of the cached block of ``node``; returns whether a tier below keeps its content."""
+        kept = self.below is not None and self._demote(node, copies)
+        self._leave(node)
+        if not node.num_tiers:
+            self.drop(node)
+        for tier in self.lower if node.num_tiers else ():  # it may be the nearest one there now
+            tier.offer(node)
+        return kept
+
+    def give_up(self, nodes: Iterable[CachedBlock]) -> Copies:
+        """Evict the blocks of ``nodes``, the last one of a prefix first, as far as they may be evicted.
+
+        Returns the copies that keep their content.
+        """
+        copies: list[BlockCopy] = []
+        for node in nodes:
+            if self._rank(node) is not None:
+                self._count_evicted(kept=self._give_up(node, copies))
+        return copies
 
     def _set_free(self, block: int) -> None:
         """A cached block holds nothing any more."""

@@ -16,7 +16,8 @@ from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
-from pagewise_scheduler.core.memory.eviction import NEAREST, NUM_BLOCK_CLASSES, EvictionPolicy, EvictionQueue
+from pagewise_scheduler.core.memory.eviction import NEAREST, NUM_BLOCK_CLASSES, EvictionPolicy
+from pagewise_scheduler.core.memory.eviction_queue import EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, ancestors
 from pagewise_scheduler.core.memory.roles import JUNCTION, new_role
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape, per_page
@@ -44,10 +45,9 @@ class Snapshot:
 
     def __init__(self, points: list[CachedBlock], first: int, blocks: list[int], since: int) -> None:
         self.node, self.points, self.first, self.blocks, self.since = points[0], points, first, blocks, since
-        self.kind = self.node.kind
-        self.last_used, self.was_used = 0, False
+        self.kind, self.was_used = self.node.kind, False
+        self.last_used = self.entry = self.looked = 0
         self.tail: int | None = None
-        self.entry = self.looked = 0
         self.before: CachedBlock | None = None
         self.inherited: Inherited | None = None
 

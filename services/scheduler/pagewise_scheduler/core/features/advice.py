@@ -1,0 +1,371 @@
+"""Sessions and advice: what clients say about the next use of their KV.
+
+A session is a conversation, whose turns follow each other. The blocks that its turns alone have used are predicted
+(see ``predicted_uses``): by the hints of its last turn, by the durations of the tools that this turn has called, or by
+later advice. Blocks of its last turn that the next one has not taken are not used again.
+
+Predictions concern blocks of full layers. Where layers are in several groups, the hints of requests alone count.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
+from typing import TYPE_CHECKING, Literal
+
+from pagewise_scheduler.core.features.feature import Feature
+from pagewise_scheduler.core.features.pins import Pins
+from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, CostAware
+from pagewise_scheduler.core.memory.predicted_uses import (
+    DOUBTED,
+    ENDED,
+    HINTED,
+    LEARNED,
+    PredictedUses,
+    own_blocks,
+)
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
+from pagewise_scheduler.core.tiers.cache_reset import release_node
+
+if TYPE_CHECKING:
+    from pagewise_shared.protocol import Advise
+
+    from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+
+_MOST_SESSIONS, _MOST_TOOLS, _MOST_DURATIONS, _LEAST_DURATIONS = 1 << 14, 1024, 64, 8
+_MOST_SPREAD = 4.0
+"""The greatest ratio of the quartiles of a tool's durations that predict its next one."""
+_LATE, _LEAST_SECONDS, _FORK_SECONDS = 4.0, 0.5, 60.0
+"""A hint is kept if the session returns within so many times its seconds. A fork's next use is expected in so many."""
+_WATCH_SECONDS, _RATE_SECONDS = 10.0, 600.0
+_DOUBTED_FROM, _MOST_TRUST = 4, 64
+
+_Name = tuple[str, str | None, str]
+"""A session's API key, cache salt and name."""
+
+
+@dataclass(slots=True, frozen=True)
+class Outcome:
+    """What came of advice, as in ``Advised``; ``found``: the executor has some of the KV."""
+
+    outcome: Literal["accepted", "clipped", "refused"]
+    reason: str = ""
+    blocks: int = 0
+    seconds: float = 0.0
+    found: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A session. ``last``: the last block of its last turn, which left it at ``left`` (seconds) and ``tick``.
+
+    ``prediction``: of its return; 0: none. ``due``: the hinted seconds, negative: no hint, or it was judged already.
+    ``tools``: that its last turn has called.
+    """
+
+    number: int
+    key: str
+    last: CachedBlock | None = None
+    request_id: str = ""
+    left: float = 0.0
+    tick: int = 0
+    prediction: int = 0
+    due: float = -1.0
+    tools: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Trust:
+    """The hints of one API key that were kept and broken. Old ones weigh less."""
+
+    kept: float = 0.0
+    broken: float = 0.0
+
+    @property
+    def source(self) -> int:
+        """The source of predictions from its hints."""
+        return DOUBTED if self.broken >= _DOUBTED_FROM and self.broken > self.kept else HINTED
+
+    def count(self, *, kept: bool) -> None:
+        """Count a hint."""
+        if self.kept + self.broken >= _MOST_TRUST:
+            self.kept, self.broken = self.kept / 2, self.broken / 2
+        if kept:
+            self.kept += 1
+        else:
+            self.broken += 1
+
+
+@dataclass(slots=True)
+class _Inflow:
+    """Blocks that come into the caches each second, averaged over ten minutes."""
+
+    time: float = 0.0
+    tick: int = 0
+    rate: float = 1.0
+    is_known: bool = False
+
+    def update(self, now: float, tick: int) -> None:
+        seconds = now - self.time
+        if self.is_known and seconds > 0:
+            weight = 0.5 ** (seconds / _RATE_SECONDS)
+            self.rate = max(0.01, self.rate * weight + (1 - weight) * (tick - self.tick) / seconds)
+        self.time, self.tick, self.is_known = now, tick, True
+
+
+@dataclass(slots=True)
+class _Tools:
+    """The last durations of tools, in seconds, by name."""
+
+    _durations: OrderedDict[str, deque[float]] = field(default_factory=OrderedDict)
+
+    def took(self, names: Sequence[str], seconds: float) -> None:
+        """A turn came this long after the one that called one tool; of several, none can be told."""
+        if len(names) == 1:
+            self._durations.setdefault(names[0], deque(maxlen=_MOST_DURATIONS)).append(max(seconds, _LEAST_SECONDS))
+            self._durations.move_to_end(names[0])
+            if len(self._durations) > _MOST_TOOLS:
+                self._durations.popitem(last=False)
+
+    def expected(self, names: Sequence[str]) -> float | None:
+        """The seconds until all of the tools have probably come back; None: they vary too much, or are too new."""
+        longest = 0.0
+        for name in names:
+            seen = self._durations.get(name, ())
+            if len(seen) < _LEAST_DURATIONS:
+                return None
+            low, median, high = quantiles(seen, n=4)
+            if high > _MOST_SPREAD * low:
+                return None
+            longest = max(longest, median)
+        return longest or None
+
+
+class Advice(Feature):
+    """All sessions and advice of one executor."""
+
+    def __init__(self, scheduler: "Scheduler") -> None:
+        super().__init__(scheduler)
+        self._kv = scheduler.kv
+        policy = self._kv.pool.policy
+        self._policy = policy if isinstance(policy, CostAware) else None
+        self._predicted = PredictedUses()
+        if self._policy is not None:
+            self._policy.predicted = self._predicted
+        self._sessions: OrderedDict[_Name, Session] = OrderedDict()
+        self._keys: dict[int, str] = {}
+        self._num_sessions = 0
+        self._trust: dict[str, Trust] = {}
+        self._tools, self._inflow = _Tools(), _Inflow()
+        self._pins = Pins(self._kv)
+        self._watched, self._demotes = 0.0, False
+        self.outcomes = {"accepted": 0, "clipped": 0, "refused": 0}
+        self.num_kept = self.num_broken = 0
+
+    @property
+    def _now(self) -> float:
+        return self._kv.eviction_history.now
+
+    @property
+    def _tick(self) -> int:
+        return self._policy.now if self._policy is not None else 0
+
+    # ---- turns ---------------------------------------------------------------------------------------
+
+    def entered(self, request: Request) -> None:
+        session = self._session(request)
+        away = max(self._now, request.placed_at) - session.left  # no step was planned for long if nothing ran
+        if session.prediction == ENDED:
+            self._judge(session, kept=False)
+        elif session.prediction:
+            self._predicted.observe(session.prediction, self._tick - session.tick, returned=True)
+            if session.due >= 0:
+                self._judge(session, kept=away <= _LATE * session.due)
+        if session.tools:
+            self._tools.took(session.tools, away)
+        session.prediction, session.due, session.tools = 0, -1.0, ()
+
+    def frees(self, sequence: RequestSequence) -> None:
+        last, request = sequence.table.last_node, sequence.request
+        if last is None or sequence.ending is None or self._policy is None:
+            return
+        reuse, session = request.params.reuse, self._session(request)
+        before, session.last = session.last, last
+        session.left, session.tick, session.request_id = self._now, self._tick, request.request_id
+        session.prediction, session.due = 0, -1.0
+        if reuse.ends:
+            session.prediction = ENDED
+        elif reuse.returns_in >= 0:
+            session.due = max(reuse.returns_in, _LEAST_SECONDS)
+            session.prediction = self._in(session.due, self._trust_of(session.key).source)
+        self._predicted.ends(last, session.number, session.prediction)
+        if before is not None and not self._kv.windows:
+            path = set(ancestors(last))
+            self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
+
+    def _session(self, request: Request) -> Session:
+        params = request.params
+        name = params.key, params.cache_salt, params.reuse.session
+        session = self._sessions.get(name)
+        if session is None:
+            self._num_sessions += 1
+            session = self._sessions[name] = Session(self._num_sessions, params.key)
+            self._keys[session.number] = params.key
+            if len(self._sessions) > _MOST_SESSIONS:
+                del self._keys[self._sessions.popitem(last=False)[1].number]
+        self._sessions.move_to_end(name)
+        return session
+
+    def _in(self, seconds: float, source: int) -> int:
+        """The prediction of a use in so many seconds."""
+        self._inflow.update(self._now, self._tick)
+        return self._predicted.time(source, seconds * self._inflow.rate)
+
+    def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
+        """Predict blocks from now on. The new tick makes their earlier entries in eviction queues stale."""
+        tick = self._kv.pool.policy.tick()
+        for node in nodes:
+            node.prediction, node.last_used = prediction, tick
+            for tier in self._kv.tiers.values():
+                tier.offer(node)
+
+    def _trust_of(self, key: str) -> Trust:
+        return self._trust.setdefault(key, Trust())
+
+    def _judge(self, session: Session, *, kept: bool) -> None:
+        session.due = -1.0
+        self._trust_of(session.key).count(kept=kept)
+        self.num_kept += kept
+        self.num_broken += not kept
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        now = self._now
+        if now - self._watched < _WATCH_SECONDS:
+            return
+        self._watched = now
+        self._inflow.update(now, self._tick)
+        self._pins.expire(now)
+        for session in self._sessions.values():
+            if session.prediction > ENDED:
+                if session.due >= 0 and now - session.left > _LATE * session.due:
+                    self._judge(session, kept=False)
+                if self._predicted.is_overdue(session.prediction, self._tick - session.tick):
+                    self._predicted.observe(session.prediction, self._tick - session.tick, returned=False)
+                    session.prediction = 0
+
+    def wants_step(self) -> bool:
+        return self._demotes and self.scheduler.has_unsent_demotions
+
+    def planned(self, step: int) -> None:
+        self._demotes = False
+
+    def make_room(self) -> bool:
+        return self._pins.release_all()
+
+    def unblock(self) -> bool:
+        return self.scheduler.num_waiting + self.scheduler.num_running > 0 and self._pins.release_all()
+
+    def clear(self) -> None:
+        self._pins.release_all()
+        self._sessions.clear()
+        self._keys.clear()
+
+    def counts(self) -> dict[str, int]:
+        counts = {f"advice_{outcome}": count for outcome, count in self.outcomes.items()}
+        return counts | {"hints_kept": self.num_kept, "hints_broken": self.num_broken}
+
+    # ---- advice --------------------------------------------------------------------------------------
+
+    def advise(self, advice: "Advise", now: float) -> Outcome:
+        """Follow advice of a client as far as this executor has the KV. ``now``: seconds."""
+        self._kv.eviction_history.now = now
+        session, path = self._subject(advice)
+        if not path:
+            return Outcome("refused", "nothing of it is cached", found=False)
+        outcome = self._follow(advice, session, path)
+        self.outcomes[outcome.outcome] += 1
+        return outcome
+
+    def _subject(self, advice: "Advise") -> tuple[Session | None, list[CachedBlock]]:
+        """The session that advice is on, if it is on one, and the cached blocks, the last one first."""
+        name = advice.parent if advice.kind == "fork" and advice.parent else advice.session
+        if name:
+            session = self._sessions.get((advice.key, advice.cache_salt, name))
+        elif advice.request_id:
+            newest = reversed(self._sessions.values())
+            session = next(
+                (one for one in newest if (one.key, one.request_id) == (advice.key, advice.request_id)), None
+            )
+        else:
+            tree, keys = self._kv.pool.tree, block_keys(advice.tokens, self._kv.block_size)
+            return None, tree.walk(tree.root_of(advice.cache_salt), keys)[::-1]
+        last = session.last if session is not None else None
+        return session, [node for node in ancestors(last) if node.num_tiers]
+
+    def _is_own(self, node: CachedBlock, key: str) -> bool:
+        """Whether the requests of one API key, and of one session at most, have used a block."""
+        if node.session > 0:
+            return self._keys.get(node.session) == key
+        used_once = node.kind // CLASSES_PER_USE <= 1 and node.session == 0
+        return used_once and node.cached_by is not None and node.cached_by.key == key
+
+    def _follow(self, advice: "Advise", session: Session | None, path: list[CachedBlock]) -> Outcome:
+        seconds = advice.seconds
+        if advice.kind == "unpin":
+            return Outcome("accepted", blocks=self._pins.release(advice.key, path))
+        if advice.kind == "pin":
+            if self._kv.windows:
+                return Outcome("refused", "models with several groups of layers have no pins")
+            held, until, reason = self._pins.hold(advice.key, path[::-1], seconds, self._now)
+            kind: Literal["accepted", "clipped", "refused"] = "clipped" if reason else "accepted"
+            return Outcome(kind if held else "refused", reason, held, until if held else 0.0)
+        own = [node for node in path if self._is_own(node, advice.key)]
+        if not own:
+            return Outcome("refused", "other sessions use it too")
+        if advice.kind in ("cold", "dontneed"):
+            return self._release(own, forget=advice.kind == "dontneed")
+        if self._policy is None:
+            return Outcome("refused", "this executor evicts the least recently used blocks")
+        if self._kv.windows:
+            return Outcome("refused", "models with several groups of layers take hints with requests only")
+        return self._expect(advice, session, own)
+
+    def _expect(self, advice: "Advise", session: Session | None, own: list[CachedBlock]) -> Outcome:
+        """Follow advice on when blocks are used again, or not."""
+        due, source = -1.0, self._trust_of(advice.key).source
+        if advice.kind == "end":
+            prediction = ENDED
+            self._pins.release(advice.key, own)
+        elif advice.kind == "called":
+            if session is not None:
+                session.tools = advice.tools
+            expected = self._tools.expected(advice.tools)
+            if session is None or session.prediction or expected is None:
+                return Outcome("accepted")
+            prediction, seconds = self._in(expected, LEARNED), expected
+        else:
+            seconds = advice.seconds if advice.seconds >= 0 else _FORK_SECONDS
+            due = max(seconds, _LEAST_SECONDS)
+            prediction = self._in(due, source)
+        self._predict(own, prediction)
+        if session is not None:
+            session.prediction, session.due, session.left, session.tick = prediction, due, self._now, self._tick
+        return Outcome("accepted", blocks=len(own), seconds=0.0 if prediction == ENDED else seconds)
+
+    def _release(self, own: list[CachedBlock], *, forget: bool) -> Outcome:
+        """Demote blocks, or forget them in all tiers with ids, as far as nothing uses them."""
+        if self._kv.windows:
+            return Outcome("refused", "models with several groups of layers release memory by themselves")
+        if forget:
+            num_released = sum(release_node(self._kv, node, "evicted") for node in own)
+        else:
+            before = self._kv.num_free
+            self.scheduler.plan.copy(self._kv.pool.give_up(own))
+            self._demotes, num_released = True, self._kv.num_free - before
+        if not num_released:
+            return Outcome("refused", "it is in use")
+        clipped = num_released < len(own)
+        return Outcome("clipped" if clipped else "accepted", "a part is in use" if clipped else "", num_released)

@@ -1,0 +1,140 @@
+"""Predictions of the next use of blocks that belong to one session alone.
+
+A prediction is a time until the next use, in blocks that come into the caches, and its *source*. The times of one
+source are right, early or late in a characteristic way, which a life table learns over the *normalised age*: the age
+divided by the predicted time. Its densities compare with those of the usual classes (see ``use_history``), so predicted
+and other blocks wait in one eviction queue.
+"""
+
+from collections.abc import Iterable
+from math import exp, log2
+
+from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, PREEMPTED
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
+from pagewise_scheduler.core.memory.use_history import gittins_densities
+
+HINTED, DOUBTED, LEARNED = range(1, 4)
+"""Sources: hints of clients, hints of API keys most of whose hints were wrong, and durations of tools."""
+ENDED = 1 << 16
+"""The prediction of blocks that are not used again. Greater numbers predict a time; kinds of blocks are less."""
+SHARED = -1
+"""The session of blocks that several sessions, or requests without a session, have used."""
+
+_BUCKETS = 64
+_SPANS = 44
+_BOUNDS = [2 ** (number / 2) / 32 for number in range(_SPANS)]
+_WIDTHS = [end - begin for begin, end in zip([0.0, *_BOUNDS], _BOUNDS, strict=False)]
+_PRIOR_WEIGHT, _BETWEEN_LESSONS = 4.0, 8
+_PRIOR_RATES = [0.02 + 0.35 * exp(-(log2(bound / 1.2) ** 2) / 4) for bound in _BOUNDS]
+"""Until more is known of a source, most uses come within a factor of four of the predicted time."""
+MOST_AGE = _BOUNDS[-8]
+"""The normalised age after which a return is not waited for any more."""
+
+
+def _span(age: float) -> int:
+    return 0 if age < _BOUNDS[0] else min(_SPANS - 1, 1 + int(2 * log2(age * 32)))
+
+
+def _scale(prediction: int) -> float:
+    """The predicted time, in blocks that come into the caches: the middle of its bucket."""
+    return 1.19 * 2 ** ((prediction - ENDED) % _BUCKETS / 2)
+
+
+class _LifeTable:
+    """The returns of one source by normalised age."""
+
+    def __init__(self) -> None:
+        self._returned, self._reached = [0.0] * _SPANS, [0.0] * _SPANS
+        self._num_observed = 0
+        self._learn()
+
+    def observe(self, age: float, *, returned: bool) -> None:
+        """Count a session that returned at this normalised age, or has not returned up to it."""
+        last = _span(age)
+        for span in range(last + returned):
+            self._reached[span] += 1
+        self._returned[last] += returned
+        self._num_observed += 1
+        if self._num_observed % _BETWEEN_LESSONS == 0:
+            self._learn()
+
+    def _learn(self) -> None:
+        weight = _PRIOR_WEIGHT
+        self._rates = [
+            (back + weight * prior) / (all_ + weight)
+            for back, all_, prior in zip(self._returned, self._reached, _PRIOR_RATES, strict=True)
+        ]
+        self.densities = gittins_densities(self._rates, _WIDTHS)
+
+    def probability(self, age: float) -> float:
+        """The probability of a return after this normalised age."""
+        missing = 1.0
+        for rate in self._rates[_span(age) :]:
+            missing *= 1 - min(rate, 1.0)
+        return 1 - missing
+
+
+class PredictedUses:
+    """The predictions for the blocks of an executor: see ``CachedBlock.prediction`` and ``CachedBlock.session``."""
+
+    def __init__(self) -> None:
+        self._tables = {source: _LifeTable() for source in (HINTED, DOUBTED, LEARNED)}
+        self._next: tuple[CachedBlock, int, int] | None = None
+
+    def time(self, source: int, num_blocks: float) -> int:
+        """The prediction of a use after ``num_blocks`` blocks have come into the caches."""
+        bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, num_blocks))))
+        return ENDED + source * _BUCKETS + bucket
+
+    def ends(self, last: CachedBlock, session: int, prediction: int) -> None:
+        """The blocks up to ``last``, whose use is counted next, are let go of by a turn of ``session``.
+
+        ``prediction``: of their next use; 0: none.
+        """
+        self._next = last, session, prediction
+
+    def used(self, blocks: list[CachedBlock], ending: int) -> None:
+        """A sequence lets go of ``blocks``, whose kinds are still those of earlier uses."""
+        announced, self._next = self._next, None
+        if ending == PREEMPTED or not blocks:
+            return
+        session = prediction = 0
+        if announced is not None and announced[0] is blocks[-1]:
+            _, session, prediction = announced
+        for block in blocks:
+            if (session and block.session == session) or (not block.session and _is_new(block)):
+                block.session, block.prediction = session, prediction
+            else:
+                block.session, block.prediction = SHARED, 0
+
+    def value(self, prediction: int, age: int) -> float:
+        """Uses per block that comes in, as ``UseHistory.density``. ``age``: since the last release."""
+        if prediction == ENDED:
+            return 0.0
+        scale = _scale(prediction)
+        return self._table(prediction).densities[_span(age / scale)] / scale
+
+    def probability(self, prediction: int, age: int) -> float:
+        """The probability that a block is used again."""
+        return 0.0 if prediction == ENDED else self._table(prediction).probability(age / _scale(prediction))
+
+    def observe(self, prediction: int, age: int, *, returned: bool) -> None:
+        """Learn that a session came back, or has not, this age after its prediction."""
+        self._table(prediction).observe(age / _scale(prediction), returned=returned)
+
+    def is_overdue(self, prediction: int, age: int) -> bool:
+        """Whether a session is not waited for any more."""
+        return age / _scale(prediction) > MOST_AGE
+
+    def _table(self, prediction: int) -> _LifeTable:
+        return self._tables[(prediction - ENDED) // _BUCKETS]
+
+
+def _is_new(block: CachedBlock) -> bool:
+    """Whether no sequence has let go of the block before, but by preemption."""
+    return not block.kind or block.kind % NUM_ENDINGS == PREEMPTED
+
+
+def own_blocks(last: CachedBlock | None, session: int) -> Iterable[CachedBlock]:
+    """The blocks up to ``last``, the last one first, that are of ``session`` alone and lie in some tier."""
+    return (node for node in ancestors(last) if node.session == session and node.num_tiers)

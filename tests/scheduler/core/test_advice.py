@@ -1,0 +1,159 @@
+"""Sessions, and advice on their KV."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pagewise_scheduler.core.features.advice import Advice, Outcome
+from pagewise_scheduler.core.memory.predicted_uses import DOUBTED, ENDED, HINTED, SHARED
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_shared.protocol import Advise, ReuseHints
+
+from tests.core_requests import change
+from tests.scheduler.core.builders import create_request, create_scheduler, evict
+from tests.scheduler.core.checking_executor import CheckingExecutor
+from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, run
+
+
+class Clients:
+    """Sends turns of sessions, and advice, at a time that tests set."""
+
+    def __init__(self, **options: Any) -> None:
+        self.scheduler: Scheduler = create_scheduler(eviction="cost", **options)
+        self.executor: CheckingExecutor = executor_for(self.scheduler)
+        self.now = 0.0
+
+    @property
+    def advice(self) -> Advice:
+        return self.scheduler.features.advice
+
+    def turn(self, prompt: list[int], session: str = "", key: str = "", **hints: Any) -> None:
+        request = create_request(prompt, 1, arrival_time=self.now)
+        change(request, key=key, reuse=ReuseHints(session=session, **hints))
+        self.scheduler.add(request)
+        while (plan := self.scheduler.schedule(self.now)) is not None:
+            self.scheduler.update(self.executor.execute(plan))
+            for copied in self.executor.finish_copies():
+                self.scheduler.copied(copied)
+
+    def advise(self, kind: Any, session: str = "", key: str = "", **fields: Any) -> Outcome:
+        return self.advice.advise(Advise(1, 1, kind, key=key, session=session, **fields), self.now)
+
+    def path(self, prompt: list[int]) -> list[CachedBlock]:
+        tree, size = self.scheduler.kv.pool.tree, self.scheduler.kv.block_size
+        tokens = b"".join(token.to_bytes(4, "little") for token in prompt)
+        return tree.walk(tree.root_of(None), block_keys(tokens, size))
+
+
+def prompt(first: int, length: int = 16) -> list[int]:
+    return [first * 100 + i for i in range(length)]
+
+
+def test_ended_sessions_give_way_before_all_others() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "a")
+    clients.turn(prompt(2), "b", ends=True)
+    clients.turn(prompt(3), "c")
+    evict(clients.scheduler, clients.scheduler.kv.num_free + 4)
+    assert [len(clients.path(prompt(n))) for n in (1, 2, 3)] == [4, 0, 4]
+
+
+def test_blocks_that_the_next_turn_has_not_taken_give_way() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "a")
+    changed = prompt(1)[:8] + prompt(9)
+    clients.turn(changed, "a")
+    left = [node for node in clients.path(prompt(1)) if node not in clients.path(changed)]
+    assert len(left) == 2
+    assert all(node.prediction == ENDED for node in left)
+    assert not any(node.prediction for node in clients.path(changed))
+
+
+def test_blocks_of_several_sessions_keep_their_class() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "a", returns_in=5.0)
+    clients.turn(prompt(1), "b", ends=True)
+    assert {node.session for node in clients.path(prompt(1))} == {SHARED}
+    assert not any(node.prediction for node in clients.path(prompt(1)))
+    assert clients.advise("dontneed", "b").outcome == "refused"
+    assert len(clients.path(prompt(1))) == 4
+
+
+def test_requests_without_sessions_use_no_advice() -> None:
+    clients = Clients()
+    clients.turn(prompt(1))
+    assert not any(isinstance(one, Advice) for one in clients.scheduler.features.in_use)
+
+
+def test_a_key_that_lies_loses_its_trust_alone() -> None:
+    clients = Clients()
+    for number in range(6):
+        clients.now = 100.0 * number
+        clients.turn(prompt(1), "a", "liar", ends=True)
+        clients.turn(prompt(2), "b", "honest", returns_in=100.0)
+    counts = clients.advice.counts()
+    assert (counts["hints_broken"], counts["hints_kept"]) == (5, 5)
+    sources = {key: clients.advice._trust_of(key).source for key in ("liar", "honest")}
+    assert sources == {"liar": DOUBTED, "honest": HINTED}
+
+
+@pytest.mark.parametrize("kind", ["cold", "dontneed"])
+def test_advice_releases_memory_of_the_session_alone(kind: str) -> None:
+    clients = Clients(num_host_blocks=16)
+    clients.turn(prompt(1), "a")
+    clients.turn(prompt(2), "b")
+    assert clients.advise(kind, "a", "other key").outcome == "refused"
+    done = clients.advise(kind, "a")
+    assert (done.outcome, done.blocks) == ("accepted", 4)
+    run(clients.scheduler, clients.executor)
+    found = clients.path(prompt(1))
+    assert [node.block for node in found] == ([-1] * 4 if kind == "cold" else [])
+    assert all(node.num_tiers == 1 for node in found)
+    assert len(clients.path(prompt(2))) == 4
+
+
+def test_pins_are_bounded_expire_and_give_way() -> None:
+    clients = Clients()  # 64 blocks, of which a key pins 6
+    clients.turn(prompt(1, 40), "a")
+    done = clients.advise("pin", "a", seconds=1e6)
+    assert (done.outcome, done.blocks, done.seconds) == ("clipped", 6, 3600.0)
+    evict(clients.scheduler, 64)
+    assert len(clients.path(prompt(1, 40))) == 6
+    assert clients.advise("unpin", "a").blocks == 6
+    clients.advise("pin", "a")
+    clients.turn(prompt(2, 63 * 4))  # it fits only without the pinned blocks
+    assert_all_free(clients.scheduler)
+
+
+def test_durations_of_tools_predict_the_next_turn() -> None:
+    clients = Clients()
+    for number in range(10):
+        clients.now = 60.0 * number
+        clients.turn(prompt(1), "a")
+        done = clients.advise("called", "a", tools=("run_tests",))
+    assert done.seconds == pytest.approx(60.0)
+    assert clients.path(prompt(1))[0].prediction > ENDED
+
+
+_KINDS = st.sampled_from(["willneed", "cold", "dontneed", "pin", "unpin", "fork", "end", "called"])
+_ACTIONS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 24), st.none() | _KINDS), max_size=12
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(_ACTIONS)
+def test_memory_stays_right_whatever_is_advised(actions: list[tuple[int, int, int, str | None]]) -> None:
+    clients = Clients(num_blocks=24, num_host_blocks=8)
+    for number, first, length, kind in actions:
+        clients.now += 7.0
+        if kind is None:
+            clients.turn(prompt(first, 3 * length), f"s{number}", f"k{number % 2}", returns_in=float(first - 1))
+        else:
+            clients.advise(kind, f"s{number}", f"k{number % 2}", seconds=5.0, tools=("t",))
+        run(clients.scheduler, clients.executor)
+        check_states(clients.scheduler.kv.pool)
+    clients.advice.clear()
+    assert_all_free(clients.scheduler)
