@@ -363,7 +363,7 @@ class Advice(Feature):
             num_released = sum(release_node(self._kv, node, "evicted") for node in own)
         else:
             before = self._kv.num_free
-            self.scheduler.plan.copy(self._kv.pool.give_up(own))
+            self.scheduler.plan.copy(self._kv.pool.evict_nodes(own))
             self._demotes, num_released = True, self._kv.num_free - before
         if not num_released:
             return Outcome("refused", "it is in use")

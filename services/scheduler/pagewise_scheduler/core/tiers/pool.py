@@ -204,7 +204,7 @@ class Pool:
             tier.offer(node)
         return kept
 
-    def give_up(self, nodes: Iterable[CachedBlock]) -> Copies:
+    def evict_nodes(self, nodes: Iterable[CachedBlock]) -> Copies:
         """Evict the blocks of ``nodes``, the last one of a prefix first, as far as they may be evicted.
 
         Returns the copies that keep their content.
