@@ -194,6 +194,7 @@ LIMITS = (
     ("bytes of a request on its way to the scheduler", "", "pagewise_shared.protocol.limits:MAX_SUBMIT_BYTES"),
     ("seconds without a heartbeat", "each executor", "executor_timeout"),
     ("seconds without a heartbeat", "each gateway", "gateway_timeout"),
+    ("seconds without an executor", "each request", "placement_timeout"),
     ("seconds of a step", "each executor", "step_timeout"),
 )
 """What is limited, for whom, and where the limit stands: an option of a service, a constant (``module:NAME``), or

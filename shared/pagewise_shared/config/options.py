@@ -220,6 +220,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     gateway_timeout: Annotated[
         Seconds, _help("seconds without a heartbeat after which a gateway is given up at the latest", "S")
     ] = 10.0
+    placement_timeout: Annotated[
+        Seconds,
+        _help(
+            "seconds that a request may wait while no executor can take it",
+            "S",
+            "Let it be longer than an executor takes to start, so that no request fails while the only one starts.",
+        ),
+    ] = 60.0
     step_timeout: Annotated[Seconds, _help("seconds a step may take before its executor is given up", "S")] = 120.0
     service_status: Annotated[
         str | None,
@@ -763,8 +771,8 @@ _GROUPS = {
     "processes": (
         "gateways executors tensor_parallel nnodes node_rank master_addr master_port profile cuda_graphs "
         "dependent_launch threads listen listen_gateways scheduler scheduler_timeout executor_id gateway_id "
-        "gateway_timeout shutdown_timeout drain_timeout executor_timeout step_timeout exit_on_failure "
-        "service_status"
+        "gateway_timeout shutdown_timeout drain_timeout executor_timeout placement_timeout step_timeout "
+        "exit_on_failure service_status"
     ),
     "observability": (
         "log_level log_format log_requests otlp_traces_endpoint kv_cache_metrics kv_cache_metrics_sample "

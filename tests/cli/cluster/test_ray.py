@@ -339,7 +339,8 @@ RANKS = ("--tensor-parallel=2", "--device=cpu", "--num-blocks=600")
 async def test_ranks_on_two_nodes_lose_either_node_under_load_and_no_stream_fails(deployment: Deployment) -> None:
     others = ours()
     deployment.add_node(2)
-    up = deployment.start_up(*RANKS, common=("--no-profile", "--port=0", "--executor-timeout=5"))
+    waits = ("--executor-timeout=5", "--placement-timeout=300")
+    up = deployment.start_up(*RANKS, common=("--no-profile", "--port=0", *waits))
     # These two take the first node, so that the ranks have to be apart.
     until(lambda: {"scheduler-0", "gateway-0"} <= deployment.processes().keys(), "the others are on the first node")
     nodes = {f"127.0.1.{number}": deployment.add_node(1) for number in (3, 4)}

@@ -54,13 +54,13 @@ class Stack:
     def __init__(
         self,
         path: Path,
-        unplaced_timeout: float = 5.0,
         keys: Keys | None = None,
         **options: Any,
     ) -> None:
         self.path = path
         self.metrics = Metrics("m")
-        given = {
+        given: dict[str, Any] = {
+            "placement_timeout": 5.0,
             "listen": executors_of(path),
             "listen_gateways": gateways_of(path),
             "max_num_seqs": 4,
@@ -75,7 +75,6 @@ class Stack:
             SchedulerConfig(**(given | options)),
             self.metrics,
             keys=keys,
-            unplaced_timeout=unplaced_timeout,
         )
         self.registry, self.gateways = self.coordinator.executor_registry, self.coordinator.gateways
         self.gateway: PlayedGateway
@@ -125,15 +124,11 @@ async def until(holds: Any, seconds: float = 10.0) -> None:
 @asynccontextmanager
 async def running(
     path: Path,
-    unplaced_timeout: float = 5.0,
     keys: Keys | None = None,
     **options: Any,
 ) -> AsyncIterator[Stack]:
-    """A scheduler that runs, and a gateway that has joined it. With ``keys``, that gateway has the key ``GATEWAY``.
-
-    ``unplaced_timeout``: seconds that requests wait for an executor.
-    """
-    stack = Stack(path, unplaced_timeout, keys, **options)
+    """A scheduler that runs, and a gateway that has joined it. With ``keys``, that gateway has the key ``GATEWAY``."""
+    stack = Stack(path, keys, **options)
     task = asyncio.create_task(stack.coordinator.run())
     try:
         async with gateway(path, keys=Keys(path, GATEWAY) if keys is not None else None) as stack.gateway:

@@ -87,7 +87,7 @@ async def test_requests_that_wait_run_and_have_ended(tmp_path: Path) -> None:
 
 
 async def test_a_request_that_has_moved_says_from_where(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         async with executor(tmp_path, "first", step_seconds=0.01):
             await stack.ready(1)
             run = await stack.gateway.submit([1, 2, 3], max_tokens=80, request_id="moves")

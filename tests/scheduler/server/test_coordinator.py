@@ -81,7 +81,7 @@ async def test_a_request_that_breaks_every_engine_is_given_up(tmp_path: Path, mo
             raise KeyError("poison")
 
     monkeypatch.setattr(ExecutorHandle, "serve", fail)
-    async with running(tmp_path, unplaced_timeout=30.0) as stack, executor(tmp_path, "one"):
+    async with running(tmp_path, placement_timeout=30.0) as stack, executor(tmp_path, "one"):
         await stack.ready(1)
         poison = await stack.gateway.submit([1, 2, 3], request_id="poison")
         good = await stack.gateway.submit([4, 5, 6])

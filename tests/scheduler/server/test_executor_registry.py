@@ -83,7 +83,7 @@ async def test_an_executor_that_vanishes_without_a_word_loses_no_request(tmp_pat
 
 
 async def test_a_step_that_does_not_return_is_not_waited_for(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack, executor(tmp_path, "stuck", step_seconds=3.0):
+    async with running(tmp_path, placement_timeout=20.0) as stack, executor(tmp_path, "stuck", step_seconds=3.0):
         await stack.ready(1)
         moving = asyncio.create_task(stack.generate([1, 2, 3]))
         await stack.ready(0)
@@ -150,7 +150,7 @@ async def test_a_fetch_that_takes_too_long_is_cancelled(tmp_path: Path, confirms
 
 
 async def test_executors_that_come_and_go_do_not_make_a_request_wait_longer(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=1.0) as stack:
+    async with running(tmp_path, placement_timeout=1.0) as stack:
         async with executor(tmp_path):
             await stack.ready(1)
         await stack.ready(0)
@@ -337,7 +337,7 @@ async def test_a_failed_step_starts_over_under_a_new_epoch_and_fails_only_what_c
 
 
 async def test_admission(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=0.3) as stack:
+    async with running(tmp_path, placement_timeout=0.3) as stack:
         with pytest.raises(FailedPromptError, match="no executor could take the request") as failed:
             await stack.generate([1] * 100)  # the capacity of executors is not known yet
         assert failed.value.kind == "unavailable"

@@ -77,7 +77,7 @@ async def ended(*tasks: "asyncio.Task[None]") -> None:
 
 
 async def test_no_executor_and_an_executor_that_died(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         waits = await stack.gateway.submit([1, 2, 3], max_tokens=60, request_id="waits", client_request_id="mine")
         await until(lambda: len(stack.router.unplaced))
         await asyncio.sleep(0.1)
@@ -104,7 +104,7 @@ async def test_no_executor_and_an_executor_that_died(tmp_path: Path) -> None:
 
 
 async def test_an_executor_that_was_restarted(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         async with executor(tmp_path, "e", step_seconds=0.01):
             await stack.ready(1)
             request = await stack.gateway.submit([1, 2, 3], max_tokens=40, request_id="lives")
@@ -129,7 +129,7 @@ async def test_an_executor_that_was_restarted(tmp_path: Path) -> None:
 
 async def test_a_prefix_that_was_lost_with_its_executor(tmp_path: Path) -> None:
     prompt = list(range(1, 42))
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         async with executor(tmp_path, "first"):
             await (await stack.gateway.submit(prompt, request_id="cached")).result()
         await stack.ready(0)
@@ -157,7 +157,7 @@ async def test_a_restart_of_the_scheduler(tmp_path: Path) -> None:
 
 
 async def test_executors_that_are_to_come_back_after_a_restart_of_the_scheduler(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         knows = PlayedGateway(gateways_of(tmp_path), "knows")
         knows.ready_executors = 2
         await knows.join()
@@ -247,7 +247,7 @@ async def test_the_time_that_a_reset_of_its_executor_took(tmp_path: Path) -> Non
 
 
 async def test_a_move_away_from_an_executor_that_was_stopped(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         async with executor(tmp_path, "one", step_seconds=0.01):
             await stack.ready(1)
             request = await stack.gateway.submit([5, 6, 7], max_tokens=40, request_id="moves")
@@ -271,7 +271,7 @@ def leave(raw: RawExecutor, welcome: Welcome, *before: Message) -> None:
 
 @pytest.mark.parametrize("gone_when", ["a step is sent", "others are looked for"])
 async def test_a_farewell_that_is_read_late(tmp_path: Path, gone_when: str) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0, executor_timeout=20.0, gateway_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0, executor_timeout=20.0, gateway_timeout=20.0) as stack:
         raw, welcome = await joined(tmp_path, executor_id="one")
         await stack.ready(1)
         request = await stack.gateway.submit([5, 6, 7], max_tokens=4, request_id="moves")
@@ -295,7 +295,7 @@ async def test_a_farewell_that_is_read_late(tmp_path: Path, gone_when: str) -> N
 
 async def test_one_that_is_gone_is_given_up_although_another_one_never_stops_sending(tmp_path: Path) -> None:
     patient = {"executor_timeout": 30.0, "step_timeout": 30.0, "gateway_timeout": 30.0}
-    async with running(tmp_path, unplaced_timeout=30.0, **patient) as stack:
+    async with running(tmp_path, placement_timeout=30.0, **patient) as stack:
         raw, _ = await joined(tmp_path, executor_id="one")
         await stack.ready(1)
         request = await stack.gateway.submit([5, 6, 7], max_tokens=4, request_id="moves")
@@ -356,7 +356,7 @@ async def make_its_executor_fail(stack: Stack, raw: RawExecutor, welcome: Welcom
 async def test_why_it_left_its_executor(
     tmp_path: Path, do: Callable[[Stack, RawExecutor, Welcome], Awaitable[None]], reason: str, said: str
 ) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         lends = {"block_endpoint": "ipc:///one", "block_format": "x"}
         raw, welcome = await joined(tmp_path, executor_id="one", **lends)
         await stack.ready(1)

@@ -24,7 +24,7 @@ async def next_plan(raw: RawExecutor) -> StepPlan:
 
 
 async def test_a_connection_that_breaks_is_noticed_before_heartbeats_are_missed(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         stack.registry.timeout = 30.0
         raw, _ = await joined(tmp_path)
         await stack.ready(1)
@@ -69,7 +69,7 @@ async def test_what_fits_nowhere_else_goes_on_to_its_end_where_it_is(tmp_path: P
     )
     leaving = ExecutorService(Worker(lambda: runner), executors_of(tmp_path), "leaves", drain_timeout=13.0)
     smaller = SimulatedRunner(ExecutorConfig(num_blocks=16, block_size=4), 0.01)
-    async with running(tmp_path, unplaced_timeout=5.0) as stack, executor(tmp_path, "stays", runner=smaller):
+    async with running(tmp_path, placement_timeout=5.0) as stack, executor(tmp_path, "stays", runner=smaller):
         stack.registry.timeout = 30.0
         served = asyncio.create_task(leaving.run())
         await stack.ready(2)
@@ -84,7 +84,7 @@ async def test_what_fits_nowhere_else_goes_on_to_its_end_where_it_is(tmp_path: P
 
 
 async def test_executors_that_leave_or_die_while_a_request_gets_on_do_not_count_against_it(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         moving: asyncio.Task[list[int]] | None = None
         for life in range(2 * (MAX_DEATHS + 2)):
             raw, welcome = await joined(tmp_path)
@@ -107,7 +107,7 @@ async def test_executors_that_leave_or_die_while_a_request_gets_on_do_not_count_
 
 
 async def test_a_request_in_whose_steps_executors_die_is_given_up_and_those_that_wait_are_not(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=30.0) as stack:
+    async with running(tmp_path, placement_timeout=30.0) as stack:
         doomed: asyncio.Task[list[int]] | None = None
         for _ in range(MAX_DEATHS + 1):
             raw, _ = await joined(tmp_path, max_num_seqs=1)
@@ -128,7 +128,7 @@ async def test_a_request_in_whose_steps_executors_die_is_given_up_and_those_that
 
 
 async def test_who_has_to_wait_for_an_executor_again_may_wait_as_long_again(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=4.0) as stack:
+    async with running(tmp_path, placement_timeout=4.0) as stack:
         async with executor(tmp_path):
             await stack.ready(1)
         await stack.ready(0)

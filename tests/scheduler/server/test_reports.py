@@ -79,7 +79,7 @@ async def test_an_id_of_several_requests_means_the_newest(tmp_path: Path) -> Non
 
 
 async def test_a_report_tells_times_and_executors(tmp_path: Path) -> None:
-    async with running(tmp_path, unplaced_timeout=20.0) as stack:
+    async with running(tmp_path, placement_timeout=20.0) as stack:
         async with executor(tmp_path, "first", step_seconds=0.02):
             await stack.ready(1)
             began = time.monotonic()

@@ -58,8 +58,8 @@ _ROUNDS_AT_ONCE = 2
 class Coordinator:
     """Owns the executors, the gateways, and every request between them.
 
-    ``unplaced_timeout``: seconds that a request may wait for an executor that can take it. ``keys``: the allow-lists,
-    None: plain text. ``on_traced``: called with each ended prompt that is traced, and the time.
+    ``keys``: the allow-lists, None: plain text. ``on_traced``: called with each ended prompt that is traced, and the
+    time.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class Coordinator:
         metrics: Metrics,
         *,
         keys: Keys | None = None,
-        unplaced_timeout: float = 60.0,
         on_traced: Callable[[ClientRequest, float], None] | None = None,
     ) -> None:
         """Bind both sockets.
@@ -89,7 +88,7 @@ class Coordinator:
                 self.executor_registry.guarded,
                 max_waiting=config.max_waiting,
                 max_waiting_tokens=config.max_waiting_tokens,
-                timeout=unplaced_timeout,
+                timeout=config.placement_timeout,
                 routing=config.routing,
             )
             self.registry = AdapterRegistry(lambda: self.router.executors, adapter_rights(config))
