@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -143,16 +144,26 @@ def gateway_processes(container: str) -> list[str]:
     return [line.split()[0] for line in table if "pagewise_gateway.main" in line]
 
 
+def repeat(stack: Stack, prompt: str, text: str, ended: threading.Event) -> None:
+    """Stream a prompt again and again until ``ended``, with the same ``text`` each time."""
+    while not ended.is_set():
+        assert stack.stream(prompt, MAX_TOKENS) == text
+
+
 def stream_while(stack: Stack, disturb: Callable[[], None]) -> None:
     """Streams that are disturbed end like earlier ones."""
     prompts = [f"import os\n\ndef function_{number}(" for number in range(6)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         expected = list(pool.map(lambda prompt: stack.stream(prompt, MAX_TOKENS), prompts))
         assert all(expected)
-        streams = [pool.submit(stack.stream, prompt, MAX_TOKENS) for prompt in prompts]
-        disturb()
-        assert not all(stream.done() for stream in streams), "too fast: nothing ran when it was disturbed"
-        assert [stream.result() for stream in streams] == expected
+        ended = threading.Event()
+        streams = [pool.submit(repeat, stack, *one, ended) for one in zip(prompts, expected, strict=True)]
+        try:
+            disturb()
+        finally:
+            ended.set()
+        for stream in streams:
+            stream.result()
 
 
 def wait_for_restart(container: str) -> None:
@@ -184,16 +195,20 @@ def test_a_gateway_that_is_killed_costs_its_own_streams_alone_and_returns(stack:
     prompts = [f"import os\n\nclass Number{number}:" for number in range(16)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         expected = list(pool.map(lambda prompt: stack.stream(prompt, MAX_TOKENS), prompts))
-        streams = [pool.submit(stack.stream, prompt, MAX_TOKENS) for prompt in prompts]
-        while stack.metric("num_requests_running") < len(prompts):
-            assert not any(stream.done() for stream in streams), "too fast: they did not run at once"
-            time.sleep(0.05)
-        victim, other = gateway_processes(container)
-        kill_processes(container, victim)
+        ended = threading.Event()
+        streams = [pool.submit(repeat, stack, *one, ended) for one in zip(prompts, expected, strict=True)]
+        try:
+            while stack.metric("num_requests_running") < len(prompts):
+                assert not any(stream.done() for stream in streams), "a stream failed"
+                time.sleep(0.05)
+            victim, other = gateway_processes(container)
+            kill_processes(container, victim)
+        finally:
+            ended.set()
         broken = 0
-        for stream, text in zip(streams, expected, strict=True):
+        for stream in streams:
             try:
-                assert stream.result() == text
+                stream.result()
             except OSError:
                 broken += 1
     assert 0 < broken < len(prompts)

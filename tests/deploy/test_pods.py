@@ -205,16 +205,19 @@ def stream(url: str, prompt: str, max_tokens: int, key: str = API_KEY) -> str:
     return "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
 
 
-def wait_until_it_runs(url: str, streams: list[Future[str]]) -> None:
-    """Until as many sequences run. Metrics are open to clients that the network policies let in."""
+def running(pool: ThreadPoolExecutor, url: str, expected: dict[str, str], gateway: str) -> list[Future[str]]:
+    """Streams of all prompts at ``url`` that run at once, by the metrics of ``gateway``, whose network policies let its
+    clients in. If some have ended meanwhile, with the ``expected`` texts, all are asked again."""
     while True:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
-            text = answer.read().decode()
-        running = re.search(r"^pagewise_num_requests_running\S* (\S+)", text, re.MULTILINE)
-        if running is not None and float(running[1]) == len(streams):
-            return
-        assert not any(one.done() for one in streams), "too fast: they did not run at once"
-        time.sleep(0.05)
+        streams = [pool.submit(stream, url, prompt, 600) for prompt in expected]
+        while not any(one.done() for one in streams):
+            with urllib.request.urlopen(f"{gateway}/metrics", timeout=5) as answer:
+                text = answer.read().decode()
+            found = re.search(r"^pagewise_num_requests_running\S* (\S+)", text, re.MULTILINE)
+            if found is not None and float(found[1]) == len(streams):
+                return streams
+            time.sleep(0.05)
+        assert [one.result() for one in streams] == [*expected.values()]
 
 
 def test_pods_become_ready_serve_and_end_in_the_time_they_have(pods: Pods) -> None:
@@ -238,26 +241,24 @@ def test_pods_become_ready_serve_and_end_in_the_time_they_have(pods: Pods) -> No
         stream(url, "import os", 5, key="sk-of-somebody-else")
     prompts = [f"import os\n\ndef function_{number}(" for number in range(4)]
     with ThreadPoolExecutor(2 * len(prompts)) as pool:
-        expected = list(pool.map(lambda prompt: stream(url, prompt, 600), prompts))
+        texts = list(pool.map(lambda prompt: stream(url, prompt, 600), prompts))
+        expected = dict(zip(prompts, texts, strict=True))
 
         # A scheduler that is replaced: the next one starts when it has ended.
-        streams = [pool.submit(stream, url, prompt, 600) for prompt in prompts]
-        wait_until_it_runs(url, streams)
+        streams = running(pool, url, expected, url)
         assert pods.stop("scheduler", scheduler) == 0
         pods.wait_until_ready("scheduler", pods.start("scheduler", "pagewise-scheduler-b"))
-        assert [one.result() for one in streams] == expected
+        assert [one.result() for one in streams] == texts
 
         # A pod of an executor that ends.
-        streams = [pool.submit(stream, url, prompt, 600) for prompt in prompts]
-        wait_until_it_runs(url, streams)
+        streams = running(pool, url, expected, url)
         assert pods.stop("executor", executors[0]) == 0
-        assert [one.result() for one in streams] == expected
+        assert [one.result() for one in streams] == texts
 
         # A pod of a gateway that ends lets its streams end.
-        streams = [pool.submit(stream, url, prompt, 600) for prompt in prompts]
-        wait_until_it_runs(pods.url(other), streams)
+        streams = running(pool, url, expected, pods.url(other))
         assert pods.stop("gateway", gateway) == 0
-        assert [one.result() for one in streams] == expected
+        assert [one.result() for one in streams] == texts
     assert stream(pods.url(other), prompts[0], 20)
     assert pods.stop("gateway", other) == 0
     assert pods.stop("executor", executors[1]) == 0
