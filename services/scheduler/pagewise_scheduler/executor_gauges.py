@@ -30,7 +30,7 @@ class ExecutorGauges(Collector):
         self._states: dict[str, ExecutorState] = {}
 
     def show(self, executors: Iterable[tuple[str, ExecutorState]]) -> None:
-        """Show these executors, by name, and no others. The values of two with one name are added up."""
+        """Show these executors, by name, and no others. The values of executors with the same name are added up."""
         states: dict[str, ExecutorState] = {}
         for name, state in executors:
             before = states.get(name)

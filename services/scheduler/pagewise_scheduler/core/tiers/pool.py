@@ -41,8 +41,8 @@ class Pool:
     ``number``: the number of the tier on the wire. ``below``: the next tier down, if there is one. ``lower``: all tiers
     below that have ids too. ``num_cached``: number of cached blocks. ``states``: the state of each block, a byte, for
     the console. ``recoverable``: cached blocks that the executor has listed by hash in its Hello, and that no prompt
-    has requested yet; they are evicted first. ``watchers``: are told of the blocks that come and leave. ``budgets``: of
-    the owners of its blocks; None: no owner has one.
+    has requested yet; they are evicted first. ``watchers``: called when a block enters and leaves. ``budgets``: the
+    budgets of the owners of its blocks; None: no owner has a budget.
     """
 
     def __init__(
