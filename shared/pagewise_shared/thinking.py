@@ -59,7 +59,7 @@ class ThinkingState:
         self._budget = budget
         self._inside = budget.opens_within == 0
         self._used = 0
-        self._num_opened = 0  # tokens of the opening, as the last ones of the output
+        self._num_opened = 0  # tokens of the opening at the end of the output
         self._num_forced = 0  # tokens of ``forced`` that have been sampled
 
     def extend(self, tokens: Sequence[int]) -> None:

@@ -30,8 +30,8 @@ class KeyGauges(Collector):
         self._uses: list[KeyMemory] = []
 
     def show(self, uses: Iterable[KeyMemory]) -> None:
-        """Show these uses and no others."""
-        self._uses = list(uses)  # one assignment: a scrape in another thread sees the old ones or the new ones
+        """Show exactly these uses."""
+        self._uses = list(uses)  # one assignment: a scrape in another thread sees the old or the new uses
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges."""

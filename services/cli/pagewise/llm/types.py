@@ -61,7 +61,7 @@ class SamplingParams(Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
 
     def body(self) -> dict[str, Any]:
         """Return the fields of a request that differ from the defaults, and always the fields of ``SamplingDefaults``,
-        because the server would replace missing ones by the model's defaults."""
+        because the server would replace missing fields by the model's defaults."""
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
         if self.max_tokens is not None:
             given["max_tokens"] = self.max_tokens

@@ -188,7 +188,7 @@ def _shared_budgets(clients: dict[bytes, Client], source: str) -> dict[bytes, Cl
     """Give all clients of a group the budgets of the group.
 
     Raises:
-        ConfigError: budgets contradict each other, or belong to clients that share their cache with all others.
+        ConfigError: budgets contradict each other, or belong to clients that share one cache (``--share-cache``).
     """
     by_name = {client.name: client for client in clients.values()}
     budgets = key_budgets.budgets_by_owner(((one.name, one.owner, one.memory) for one in by_name.values()), source)

@@ -51,8 +51,8 @@ _ALIKE = (
 )
 """Groups of classes: blocks, new snapshots, new snapshots inside of prompts, and passed snapshots. Each has its first
 class, the class after its last, the weight of the group's return rates beside a class's own (as a number of prefixes),
-and the factor on ``_PRIOR_RATES`` while nothing is known. The last two factors are low, because prompts rarely leave
-others at an arbitrary place, and because conversations continue from their newest snapshots."""
+and the factor on ``_PRIOR_RATES`` while nothing is known. The last two factors are low, because few prompts leave
+earlier prompts at an arbitrary place, and because conversations continue from their newest snapshots."""
 _ANNOUNCED, _MOST_ANNOUNCED = 4.0, 0.5
 """Until more is known of a class whose return is announced, it returns so many times as often as all classes do, but
 not in more than half of all cases. If clients announce returns that do not happen, their classes get a low value."""

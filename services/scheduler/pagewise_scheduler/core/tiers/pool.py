@@ -120,7 +120,7 @@ class Pool:
         return len(last) - (self.budgets.more_protected(known[0], len(known)) if known else 0)
 
     def num_shared(self, nodes: Sequence[CachedBlock]) -> int:
-        """By how much less ``num_available`` falls if a sequence begins with these blocks than with as many new ones:
+        """By how much less ``num_available`` falls if a sequence begins with these blocks than with as many new blocks:
         some are in use already, or are protected."""
         references = self._references
         shared = sum(1 for node in nodes if references[node.block] > 0)

@@ -77,7 +77,7 @@ class StateQueue:
     def bequeath(self, snapshot: "Snapshot") -> None:
         """A snapshot is lost: sequences that would begin with it begin with the snapshot before it from now on.
 
-        The earlier snapshot keeps its own class and last use beside the inherited ones, because the value of either
+        The earlier snapshot keeps its own class and last use beside the lost snapshot's, because the value of either
         class may be learned only later: if no prompt has the tokens of answers, the class of a lost snapshot at the end
         of an answer must not replace the class of the snapshot near the end of the prompt.
         """
