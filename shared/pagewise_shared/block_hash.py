@@ -66,7 +66,7 @@ def client_salt(salt: str | None) -> str | None:
 
 
 def is_below(salt: str | None, wanted: str) -> bool:
-    """Whether a cache salt is ``wanted``, or ``wanted``, a slash and more, or everything is wanted (empty)."""
+    """Whether a cache salt is ``wanted``, or begins with ``wanted`` and a slash. An empty ``wanted`` fits all salts."""
     own = client_salt(salt)
     return not wanted or (own is not None and (own == wanted or own.startswith(f"{wanted}/")))
 

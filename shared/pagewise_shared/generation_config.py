@@ -1,4 +1,4 @@
-"""Reads the sampling defaults of a model, and the end tokens that it adds, from generation_config.json."""
+"""Reads the sampling defaults and the additional end tokens of a model from generation_config.json."""
 
 import logging
 from pathlib import Path
@@ -22,7 +22,7 @@ class GenerationConfig(Struct, frozen=True):
     """The sampling defaults and end tokens of a model, as the options and the file set them.
 
     Fields:
-        defaults: for parameters that requests do not give.
+        defaults: values for parameters that requests do not give.
         limits_output: whether ``defaults.max_new_tokens`` is the most that a request may ask for, too.
         eos_token_ids: end tokens of a folder other than the model's.
     """
@@ -32,13 +32,13 @@ class GenerationConfig(Struct, frozen=True):
     eos_token_ids: frozenset[int] = frozenset()
 
     def limited(self, wanted: int | None) -> int | None:
-        """Return the number of output tokens that a request gets which asks for ``wanted``; None: it does not ask."""
+        """Return the maximum number of output tokens of a request. ``wanted``: its own; None: it gives none."""
         most = self.defaults.max_new_tokens if self.limits_output else None
         return wanted if wanted is None or most is None else min(wanted, most)
 
     def default_tokens(self, otherwise: int) -> int:
-        """Return the maximum number of output tokens of a request that gives none. ``otherwise``: without this
-        configuration."""
+        """Return the maximum number of output tokens of a request that gives none. ``otherwise``: the maximum without
+        this configuration."""
         most = self.defaults.max_new_tokens
         return otherwise if most is None else min(otherwise, most)
 

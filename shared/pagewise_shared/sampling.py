@@ -124,8 +124,8 @@ class SamplingParams(Struct, frozen=True, array_like=True, omit_defaults=True):
             another parameter forbids, the grammar decides.
         beam: the sequence is a hypothesis of a beam search, so the reported alternatives are its continuations: tokens
             that the grammar forbids have a log-probability of minus infinity.
-        thinking: the budget of thinking; None: there is no limit. Forced tokens override every other parameter but the
-            grammar: where it allows no forced token, they come as soon as it does.
+        thinking: the budget of thinking; None: no limit. Forced tokens override every other parameter but the grammar.
+            If the grammar refuses the forced token, it is sampled as soon as the grammar allows it.
     """
 
     temperature: float = 1.0

@@ -1,7 +1,7 @@
 """The budget of a model's thinking. When it is used up, the tokens that end the thinking are sampled, for any logits.
 
-Which tokens these are depends on the output's tokens alone. So a sequence that is preempted, moved or resumed continues
-with the same ones.
+The forced tokens depend on the output's tokens alone. So a sequence that is preempted, moved or resumed continues with
+the same tokens.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ MAX_OPENING = 16
 MAX_FORCED = 128
 """Maximum number of tokens that are forced when a budget is used up."""
 UNLIMITED = 2**31 - 1
-"""Number of free tokens where no token will be forced any more; the largest budget, too."""
+"""Number of free tokens of an output without further forced tokens; also the largest budget."""
 
 
 class ThinkingBudget(Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -25,8 +25,8 @@ class ThinkingBudget(Struct, frozen=True, array_like=True, omit_defaults=True):
         end: the token that ends thinking.
         forced: the tokens that are sampled when the budget is used up. One of them is ``end``.
         opening: the tokens that begin thinking.
-        opens_within: thinking begins only where ``opening`` begins in so many first tokens of the output. 0: the output
-            begins with thinking, and there is no more of it later.
+        opens_within: thinking begins only if ``opening`` begins within this number of first tokens of the output. 0:
+            the output begins with thinking, and has no further thinking later.
     """
 
     num_tokens: int
@@ -50,7 +50,7 @@ class ThinkingBudget(Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 class ThinkingState:
-    """How far one output has used its budget. ``num_tokens``: the number of its tokens so far."""
+    """Counts the thinking of one output. ``num_tokens``: the number of tokens of the output so far."""
 
     __slots__ = ("_budget", "_inside", "_num_forced", "_num_opened", "_used", "num_tokens")
 
@@ -59,7 +59,7 @@ class ThinkingState:
         self._budget = budget
         self._inside = budget.opens_within == 0
         self._used = 0
-        self._num_opened = 0  # tokens of the opening, as the last ones of the output
+        self._num_opened = 0  # tokens of the opening at the end of the output
         self._num_forced = 0  # tokens of ``forced`` that have been sampled
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ class ThinkingState:
             self.push(token)
 
     def push(self, token: int) -> None:
-        """Take the next token of the output. It differs from ``forced`` only if a grammar has refused that."""
+        """Take the next token of the output. It differs from ``forced`` only if a grammar has refused ``forced``."""
         budget = self._budget
         if (forced := self.forced) is not None:
             self._num_forced = (self._num_forced + 1) % len(budget.forced) if token == forced else 0
@@ -104,7 +104,7 @@ class ThinkingState:
 
     @property
     def num_free(self) -> int:
-        """How many of the next tokens are sampled freely, whichever these will be."""
+        """The number of next tokens that are certain to be sampled freely."""
         budget = self._budget
         if self.forced is not None:
             return 0

@@ -1,4 +1,4 @@
-"""``pagewise cache``: what operators see of cached prefixes, and do to them, and advice on sessions."""
+"""``pagewise cache``: operators list cached prefixes, release cached blocks, and advise on sessions."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from pagewise_shared.logs import printable
 from pagewise.client import add_url, connect, get
 
 Lines = Callable[[dict[str, Any]], Iterator[str]]
-"""Yields the lines about the part of an answer that is about one executor."""
+"""Yields the lines about one executor, from its part of the answer."""
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _ADVICE = {

@@ -30,12 +30,12 @@ class ExecutorGauges(Collector):
         self._states: dict[str, ExecutorState] = {}
 
     def show(self, executors: Iterable[tuple[str, ExecutorState]]) -> None:
-        """Show these executors, by name, and no others. The values of two with one name are added up."""
+        """Show exactly these executors, by name. The values of executors with the same name are added up."""
         states: dict[str, ExecutorState] = {}
         for name, state in executors:
             before = states.get(name)
             states[name] = state if before is None else ExecutorState(*map(sum, zip(before, state, strict=True)))
-        self._states = states  # one assignment: a scrape in another thread sees the old ones or the new ones
+        self._states = states  # one assignment: a scrape in another thread sees the old or the new states
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges."""

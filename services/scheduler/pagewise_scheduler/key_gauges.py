@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 class KeyMemory(NamedTuple):
     """The memory that an owner of cached KV uses in one tier, and its budget there, in bytes over all executors.
 
-    ``owner``: the name of an API key, or ``group:`` and the name of a group. ``min``: in effect, which is less than was
-    asked for if the minima of all keys are too large together. ``high``: None is no bound.
+    ``owner``: the name of an API key, or ``group:`` and the name of a group. ``min``: the minimum in effect, which is
+    below the configured minimum if the minima of all keys are too large together. ``high``: None is no bound.
     """
 
     owner: str
@@ -30,8 +30,8 @@ class KeyGauges(Collector):
         self._uses: list[KeyMemory] = []
 
     def show(self, uses: Iterable[KeyMemory]) -> None:
-        """Show these uses and no others."""
-        self._uses = list(uses)  # one assignment: a scrape in another thread sees the old ones or the new ones
+        """Show exactly these uses."""
+        self._uses = list(uses)  # one assignment: a scrape in another thread sees the old or the new uses
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the gauges."""

@@ -26,13 +26,15 @@ class KVEventsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Whether and how KV events are published.
 
     Fields:
-        enable_kv_cache_events: whether there are any. publisher: "null" has none either; by default there is one.
-        endpoint: of the PUB socket; one with a ``*`` or ``::``, or of ipc, is bound, others are connected to.
-        replay_endpoint: of the socket that sends batches again, which is bound; None: there is none.
-        buffer_steps: the last batches that are kept for it.
-        hwm: batches that wait for a slow subscriber. max_queue_size: batches that wait to be published.
-        topic: with which each message begins.
-        encoding: of events, as in vLLM since 0.24 ("map"), or before ("array"). vLLM has no such field.
+        enable_kv_cache_events: whether events are published. publisher: "null" turns events off, too; None: "zmq".
+        endpoint: the address of the PUB socket. The socket is bound to an address with ``*`` or ``::``, or with ipc,
+            and connected to any other address.
+        replay_endpoint: the address to which the socket that sends batches again is bound; None: no such socket.
+        buffer_steps: the number of the last batches that are kept to be sent again.
+        hwm: maximum number of batches that wait for a slow subscriber. max_queue_size: maximum number of batches that
+            wait to be published.
+        topic: the first frame of each message.
+        encoding: the format of events, as in vLLM since 0.24 ("map"), or before ("array"). vLLM has no such field.
     """
 
     enable_kv_cache_events: bool = False
@@ -47,7 +49,7 @@ class KVEventsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def publishes(self) -> bool:
-        """Whether there are events."""
+        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher != "null"
 
 

@@ -178,7 +178,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     speculative_config: SpeculativeOption = None
     kv_events_config: KVEventsOption = None
     kv_cache_metrics: Annotated[
-        bool, _help("measure how long blocks stay on the device, and between which uses: histograms in /metrics")
+        bool, _help("measure lifetimes of blocks on the device, and gaps between their uses: histograms in /metrics")
     ] = False
     kv_cache_metrics_sample: Annotated[
         float,
@@ -261,13 +261,13 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     tool_call_parser: Annotated[
         ToolCallParser,
         _help(
-            "format in which the model writes tool calls; auto: the one that its chat template or its family shows",
+            "format in which the model writes tool calls; auto: the format of its chat template or its family",
             more="The log and `/v1/models` name the format that was found.",
         ),
     ] = "auto"
     reasoning_parser: Annotated[
         ReasoningParser,
-        _help("format in which the model writes its reasoning; auto: the one that its chat template shows"),
+        _help("format in which the model writes its reasoning; auto: the format of its chat template"),
     ] = "auto"
     reasoning_config: Annotated[
         str | None,
@@ -284,20 +284,20 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     generation_config: Annotated[
         str,
         _help(
-            "where the defaults of sampling parameters come from; auto: generation_config.json of the model; vllm: "
-            "nowhere; or a folder with that file",
+            "source of the defaults of sampling parameters; auto: generation_config.json of the model; vllm: the API's "
+            "defaults; or a folder with a generation_config.json",
             "SOURCE",
             "[operations.md](operations.md#defaults-of-sampling-parameters) names the parameters.",
         ),
     ] = "auto"
     override_generation_config: Annotated[
         str | None,
-        _help('defaults of sampling parameters instead of those, as JSON, such as {"temperature": 0.5}', "JSON"),
+        _help('sampling parameters that override --generation-config, as JSON, such as {"temperature": 0.5}', "JSON"),
     ] = None
     enable_force_include_usage: Annotated[
         bool,
         _help(
-            "send token counts with every event of streams of completions and chats, as if all requests asked for it"
+            "send token counts with every event of streams of completions and chats, as if all requests asked for them"
         ),
     ] = False
     console: Annotated[
@@ -335,9 +335,10 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
         Meta(ge=0, le=86_400),
         _help(
             "seconds without an event after which a stream gets a comment, so that no proxy ends it while a request "
-            "waits or its prompt is computed; 0: none",
+            "waits or its prompt is computed; 0: no comments",
             "S",
-            "In `/v1/messages` it is the event `ping`. [operations.md](operations.md#gateways) says more.",
+            "Streams of `/v1/messages` get the event `ping` instead. [operations.md](operations.md#gateways) describes "
+            "the details.",
         ),
     ] = 15.0
     api_keys: Annotated[

@@ -1,4 +1,4 @@
-"""The sampling parameters of requests that give none, as ``--generation-config`` and its override set them."""
+"""The defaults of sampling parameters, which ``--generation-config`` and its override set."""
 
 import difflib
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ _OVERRIDE = "--override-generation-config"
 
 
 class SamplingDefaults(Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """Values for parameters that a request does not give; None: that of the API.
+    """Values for parameters that a request does not give; None: the API's default.
 
-    The names are those of generation_config.json, of which vLLM takes the same.
+    The names are the names of generation_config.json. vLLM takes the same parameters from the file.
 
     Fields:
-        max_new_tokens: of an output, in all APIs but ``/v1/completions``, whose own default is 16.
+        max_new_tokens: the number of output tokens, in all APIs but ``/v1/completions``, whose own default is 16.
     """
 
     temperature: Temperature | None = None
@@ -34,7 +34,7 @@ class SamplingDefaults(Struct, frozen=True, omit_defaults=True, kw_only=True):
     max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
 
     def values(self) -> dict[str, float]:
-        """Return the values that there are, by name."""
+        """Return the values that are set, by name."""
         return {name: value for name in NAMES if (value := getattr(self, name)) is not None}
 
 

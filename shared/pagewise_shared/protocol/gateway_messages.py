@@ -82,8 +82,9 @@ class MemoryBudget(Piece, frozen=True):
     """The budget of cached KV in one tier of each executor, of an API key or of a group that shares its cache.
 
     Fields:
-        tier: number of a tier with ids. min: up to it, no block of the key is evicted. low: up to it, blocks of other
-            keys are evicted first. high: beyond it, the key's blocks are evicted first; None: no bound.
+        tier: number of a tier with ids. min: while the key uses at most this size, none of its blocks is evicted.
+            low: while the key uses at most this size, blocks of other keys are evicted first. high: while the key uses
+            more than this size, its blocks are evicted first; None: no bound.
     """
 
     tier: int
@@ -298,8 +299,8 @@ class Query(Message, frozen=True):
 
     ``kind``: "metrics" (Prometheus' text format, of all processes), "memory" (JSON: the content of every executor's KV
     memory, lists cut to ``limit``), "request" (JSON: the ``RequestReport`` of the request ``argument``, by our id or
-    its client's), "cache" (JSON: the cached prefixes of every executor; ``argument``: of this cache salt, and of those
-    that begin with it and a slash) or "console" (lines of JSON: the ``view``).
+    its client's), "cache" (JSON: the cached prefixes of every executor under the cache salt ``argument``, and under
+    salts that begin with it and a slash) or "console" (lines of JSON: the ``view``).
 
     ``key``: restricts the report to this API key's own requests, without block hashes. Empty: everything.
     """
@@ -330,7 +331,7 @@ class ResetCache(Message, frozen=True):
 
     ``QueryAnswer`` with the same ``number`` answers, with the JSON of a ``CacheReset``.
 
-    ``salt``: releases the blocks of this cache salt, and of those that begin with it and a slash. Empty: all.
+    ``salt``: the cache salt whose blocks are released, with all salts that begin with it and a slash. Empty: all salts.
     """
 
     epoch: int

@@ -37,7 +37,7 @@ MAX_GROUPS = 16
 MAX_PROMPTS = 1 << 16
 """Prompts of one request, and outputs of one prompt."""
 MAX_BUDGETS = 8
-"""Tiers in which a request's key has a budget of memory."""
+"""Maximum number of budgets of memory of a request's key, one for each tier."""
 MAX_PLACES = 8
 """Places that a prompt declares."""
 MAX_JOINED_BYTES = 16 * 1024 * 1024

@@ -4,16 +4,19 @@ from msgspec import Struct
 
 
 class CachedPrefixes(Struct, omit_defaults=True):
-    """Cached blocks that begin alike: those behind one first block, under one cache salt.
+    """The cached blocks of all prefixes with the same first block and the same cache salt.
 
     Fields:
-        salt: as in requests, with the name of the API key or group whose requests alone have it; absent: none.
-        key, request_id: of the request that computed the first block, if that is known. adapter: its adapter's name.
-        num_tokens: of the longest prefix. tiers: blocks by tier, and bytes: their bytes. in_use: blocks on the device
-            that sequences or copies use. snapshots: of windows and states behind the blocks.
-        uses: of the block that was used the most, where eviction counts them: 4 means at least four.
-        last_used_seconds: since a sequence released one of the blocks on the device, to a quarter of a second; absent:
-            none has.
+        salt: the cache salt of requests, with the name of the API key or group that has a cache of its own; absent: no
+            salt.
+        key, request_id, adapter: the names of the API key and the adapter, and the id, of the request that computed the
+            first block, if the request is known.
+        num_tokens: the length of the longest prefix. tiers: the number of blocks by tier. bytes: the bytes of the
+            blocks by tier. in_use: the number of blocks on the device that sequences or copies use. snapshots: the
+            number of snapshots of windows and states behind the blocks.
+        uses: the number of uses of the block that was used the most, if eviction counts uses: 4 means at least four.
+        last_used_seconds: the time since a sequence released one of the blocks on the device, to a quarter of a second;
+            absent: no sequence has.
     """
 
     num_blocks: int
@@ -31,7 +34,7 @@ class CachedPrefixes(Struct, omit_defaults=True):
 
 
 class ExecutorCache(Struct):
-    """The cached prefixes of an executor, those with the most blocks first. ``truncated``: there are more."""
+    """The cached prefixes of an executor, the largest first. ``truncated``: whether prefixes were left out."""
 
     executor_id: str
     block_size: int
@@ -47,11 +50,12 @@ class CacheReport(Struct):
 
 
 class ExecutorReset(Struct):
-    """What a reset released at an executor.
+    """The result of a reset at one executor.
 
     Fields:
-        released: by tier; in_use: blocks that stay, because sequences or copies use them or blocks behind them.
-        unit: of ``released``: "pages" if layers have several groups, else "blocks".
+        released: the number of released blocks or pages by tier. in_use: the number of blocks that stay, because
+            sequences or copies use them or blocks behind them.
+        unit: the unit of ``released``: "pages" if layers have several groups, else "blocks".
         kept: tiers that a reset does not reach, because processes of other schedulers may share them.
     """
 
@@ -63,6 +67,6 @@ class ExecutorReset(Struct):
 
 
 class CacheReset(Struct):
-    """What a reset released at all executors."""
+    """The results of a reset at all executors."""
 
     executors: list[ExecutorReset]

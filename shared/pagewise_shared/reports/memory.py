@@ -227,8 +227,8 @@ class KeyMemory(Struct):
 class KeyState(Struct):
     """An API key, or ``group:`` and a group of keys, with a budget of memory or with evicted KV that it missed.
 
-    ``memory``: by tier, if it has a budget. ``spared_by_next_gib``: prompt tokens of the last minute that were computed
-    and would have been found if each executor had one GiB more.
+    ``memory``: its memory by tier, if it has a budget. ``spared_by_next_gib``: prompt tokens of the last minute that
+    were computed, and that one GiB more at each executor would have spared.
     """
 
     name: str

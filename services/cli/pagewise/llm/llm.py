@@ -77,7 +77,7 @@ class LLM:
         return self._server.api_key
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of prompts for which none are given: the model's, as ``generation_config`` says."""
+        """Return the default sampling parameters: the model's, which the option ``generation_config`` selects."""
         if self._defaults is None:
             path = resolve_model(self._gateway.model, self._gateway.revision, tokenizer_only=True)
             given = read_generation_config(self._gateway, path).defaults.values()
@@ -97,7 +97,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts, all at the same time, and return their outputs in the same order.
 
-        ``sampling_params``: of all prompts, or one for each; None: the model's. ``use_tqdm``: whether a terminal or a
+        ``sampling_params``: for all prompts, or one for each; None: the model's. ``use_tqdm``: whether a terminal or a
         notebook shows a progress bar. ``model``: the name of an adapter. ``priority``: of each prompt; lower runs
         earlier.
 

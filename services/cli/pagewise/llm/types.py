@@ -60,8 +60,8 @@ class SamplingParams(Struct, kw_only=True, forbid_unknown_fields=True, omit_defa
             )
 
     def body(self) -> dict[str, Any]:
-        """Return the fields of a request that differ from the defaults, and always those whose default the server may
-        take from the model, which is for requests without parameters."""
+        """Return the fields of a request that differ from the defaults, and always the fields of ``SamplingDefaults``,
+        because the server would replace missing fields by the model's defaults."""
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
         if self.max_tokens is not None:
             given["max_tokens"] = self.max_tokens

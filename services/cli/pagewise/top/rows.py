@@ -106,7 +106,7 @@ def executors(fleet: dict[str, Any], width: int) -> Text:
 
 
 def _key(one: dict[str, Any]) -> Text:
-    """Return the line about an API key: its cached KV and budgets by tier, and what more memory would save it."""
+    """Return the line about an API key: its cached KV and budgets by tier, and the benefit of one GiB more."""
     text = Text.assemble((f"{one['name'][:24] or '(no key)':<24}", "bold"))
     for tier, use in one["memory"].items():
         bounds = ", ".join(f"{bound} {_gib(use[bound])}" for bound in ("min", "low", "high") if use[bound])

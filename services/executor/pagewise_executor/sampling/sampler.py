@@ -323,8 +323,8 @@ class Sampler:
         self, logits: torch.Tensor, raw: torch.Tensor, sampled: SampledRows, *, restricted: bool
     ) -> None:
         """Mask the tokens that the rows' grammars forbid, in place, in logits [n, vocab]. If that leaves a row no
-        token, its grammar alone decides, on the ``raw`` logits before any processing. ``restricted``: whether that can
-        be, because tokens have been forbidden before."""
+        token, its grammar alone decides, on the ``raw`` logits before any processing. ``restricted``: whether tokens
+        have been forbidden before, so that no token may be left."""
         structured = sampled.structured
         forbidden = self._structured.forbidden(sampled.numbers(structured), structured.indices)
         own = structured.of(logits).masked_fill_(forbidden, _NEGATIVE)

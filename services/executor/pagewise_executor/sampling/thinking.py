@@ -1,8 +1,8 @@
 """The rows whose thinking has a budget, and the tokens that are forced there when it is used up.
 
 Whether a row still thinks depends on the token that it sampled last, which a GPU may not have computed yet when the
-next step is issued. While enough of the budget is left, that token makes no difference. So the host waits for it only
-in the few steps in which the budget ends.
+next step is issued. While enough of the budget is left, that token makes no difference. So the host waits for the token
+only in the few steps in which the budget ends.
 """
 
 from array import array
@@ -24,9 +24,9 @@ class _Row:
     """A row that may still think.
 
     Fields:
-        state: of its output. sampled: the row's tokens since it joined, as far as they have reached the host.
-        start: the position of the first of these in the sequence.
-        num_known: how many of them ``state`` has taken, which may include one more than ``sampled`` has.
+        state: the state of its output. sampled: the row's tokens since it joined, as far as they have reached the host.
+        start: the position of the first token of ``sampled`` in the sequence.
+        num_known: the number of these tokens that ``state`` has taken. It may be one more than ``sampled`` has.
         free_until: no token before this position will be forced.
     """
 
@@ -99,7 +99,7 @@ class ThinkingRows:
             elif position >= held.free_until:
                 unsure[index] = held
         missing = [index for index, held in unsure.items() if held.start + held.num_known < positions[index]]
-        if missing:  # only the last token can be: the result of the step before that one is back
+        if missing:  # only the last token can be missing: the results of earlier steps are back
             last = self._last_tokens[self._upload(np.array([rows[index] for index in missing], np.int64))]
             for index, token in zip(missing, last.tolist(), strict=True):
                 unsure[index].take((token,))

@@ -117,8 +117,8 @@ def usage(live: LiveRequest) -> Usage:
 
 
 def choice_usage(live: LiveRequest, index: int, *, opening: bool = False) -> Usage:
-    """Return the token counts of a choice so far, which chunks with continuous counts have. ``opening``: the chunk is
-    before its first token."""
+    """Return the token counts of a choice so far, for chunks with continuous counts. ``opening``: whether the chunk is
+    before the choice's first token."""
     number = index // live.request.params.n
     asked = live.request.prompts[number]
     prompt, output = len(asked.token_ids), len(live.output(index).tokens)
@@ -134,7 +134,7 @@ class Answer(ABC):
 
     Fields:
         end: the bytes behind the last event of a stream.
-        keep_alive: the bytes that a stream gets when it has had no event for some time.
+        keep_alive: the bytes that a silent stream gets.
         cheap: whether all events are made so fast that they need no turns.
     """
 
@@ -157,8 +157,8 @@ class Answer(ABC):
         """Answer with the events of all deltas as they arrive, then ``last`` and ``end``.
 
         The response begins with the first deltas. So a request that fails before them still gets an error status, and
-        clients that measure the time to the first event measure the time to the first token. Only if they take longer
-        than ``--sse-keep-alive-interval``, it begins with ``keep_alive``, and an error is an event.
+        clients that measure the time to the first event measure the time to the first token. If the first deltas
+        take longer than ``--sse-keep-alive-interval``, the response begins with ``keep_alive``, and errors are events.
         """
         writer, turns, key, live = EventWriter(request), self._service.turns, request[CLIENT].name, self._live
 
@@ -336,7 +336,7 @@ class ChatRun:
         return self.parsing.parser(self.start, self.continues)
 
     def call_id(self, written: str) -> str:
-        """Return the id of a tool call. ``written``: the model's; empty: it wrote none."""
+        """Return the id of a tool call. ``written``: the id that the model wrote; empty: it wrote no id."""
         if 0 < len(written) <= MAX_ID_LENGTH:  # templates write it again, as the model has learnt it
             return written
         if self.parsing is not None and (length := self.parsing.format.tools.id_length):

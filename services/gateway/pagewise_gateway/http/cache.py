@@ -1,4 +1,4 @@
-"""Operators look at cached prefixes, and release them: ``/debug/cache`` and ``/reset_prefix_cache``, as in vLLM."""
+"""Operators list and release cached prefixes: ``/debug/cache``, and ``/reset_prefix_cache`` as in vLLM."""
 
 from typing import Annotated, TypeVar
 
@@ -28,9 +28,9 @@ _Key = Annotated[str, Meta(min_length=1, max_length=256, description="The name o
 
 
 class ResetCacheRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of ``POST /reset_prefix_cache``, which may be empty, or its parameters. Without both, all is released.
+    """Parameters or body of ``POST /reset_prefix_cache``. Without ``salt`` and ``key``, all cached blocks are released.
 
-    ``reset_running_requests``, ``reset_external``: vLLM's, of which only false is supported.
+    ``reset_running_requests``, ``reset_external``: vLLM's fields, which may only be false.
     """
 
     salt: _Salt | None = None
@@ -48,7 +48,7 @@ class _Asked(Struct, forbid_unknown_fields=True):
 
 
 async def debug_cache(request: web.Request) -> web.Response:
-    """The cached prefixes of every executor; ?salt= or ?key= selects, ?limit=N cuts lists."""
+    """The cached prefixes of every executor; ?salt= or ?key= selects prefixes, ?limit=N cuts lists."""
     check_operator(request, "/debug/cache shows")
     asked = _parameters(request, _Asked)
     salt, limit = _salt(asked.salt, asked.key), limit_of(request)
@@ -57,7 +57,7 @@ async def debug_cache(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Release cached blocks, as far as they are not in use; for operators."""
+    """Release cached blocks that are not in use; for operators."""
     if not request[CLIENT].operator:
         raise ForbiddenError(
             f"only operators reset the cache, and the key {request[CLIENT].name!r} is not an operator's: "
@@ -74,10 +74,10 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 
 
 def _salt(salt: str | None, key: str | None) -> str:
-    """The salt that is meant; empty: all.
+    """Return the cache salt that a request selects; empty: all salts.
 
     Raises:
-        InvalidRequestError: two are given.
+        InvalidRequestError: the request has both a salt and a key.
     """
     if salt is not None and key is not None:
         raise InvalidRequestError("give salt or key, not both", "key")

@@ -52,7 +52,7 @@ class Service:
         turns: runs work on the event loop. grammars: makes and checks grammars.
         places: finds where prompts declare that others go on differently.
         generation: values for parameters that requests do not give.
-        keep_alive: seconds without an event after which a stream gets a comment; 0: it gets none.
+        keep_alive: seconds without an event after which a stream gets a comment; 0: no comments.
         always_usage: whether all chunks of completions and chats have token counts.
     """
 

@@ -208,7 +208,7 @@ class ChatFormats:
     Fields:
         template_kwargs: default variables of the chat template.
         tool_parser: the name of the format in which the model calls tools; None: it is not known.
-        reasoning_parser: the name of the format of its reasoning; None: it is not known.
+        reasoning_parser: the name of the format of its reasoning; None: the format is unknown.
         budgets: makes the thinking budgets of requests.
     """
 

@@ -64,7 +64,7 @@ class Client(Struct, frozen=True):
         share: the group of names whose requests share cached KV; empty: requests of this name share it with each other.
         operator: whether it sees the requests of all keys in ``/debug``, and ``/metrics``.
         shares: whether it shares cached KV with all other clients, which is an option of the gateway.
-        memory: the budgets of its cached KV, which its group has together.
+        memory: the budgets of its cached KV, or of the cached KV of its group.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Client(Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """The name of the clients with which it shares cached KV: its group, or itself."""
+        """The owner of its cached KV: the group with which it shares the cache, or the client."""
         return f"group:{self.share}" if self.share else f"key:{self.name}"
 
     @property
@@ -185,10 +185,10 @@ def _rights(words: list[str], usual: KeyLimits, where: str) -> dict[str, Any]:
 
 
 def _shared_budgets(clients: dict[bytes, Client], source: str) -> dict[bytes, Client]:
-    """Let the clients of a group have its budgets.
+    """Give all clients of a group the budgets of the group.
 
     Raises:
-        ConfigError: budgets contradict each other, or belong to clients that share their cache with all others.
+        ConfigError: budgets contradict each other, or belong to clients that share one cache (``--share-cache``).
     """
     by_name = {client.name: client for client in clients.values()}
     budgets = key_budgets.budgets_by_owner(((one.name, one.owner, one.memory) for one in by_name.values()), source)

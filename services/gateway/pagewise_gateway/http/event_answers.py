@@ -92,7 +92,7 @@ class EventAnswer(Answer):
 
     @abstractmethod
     def _open_item(self, kind: str, new: Delta) -> Iterator[Event]:
-        """Yield the events of a new item. ``new``: its first piece, or the beginning of the call that it is."""
+        """Yield the events of a new item. ``new``: its first piece, or the beginning of a call."""
 
     @abstractmethod
     def _extend(self, kind: str, text: str) -> Event:

@@ -22,10 +22,10 @@ _MOST_SHARE = 0.5
 
 
 def check_tier(name: str, where: str) -> None:
-    """Check that a bound, whose name is not in ``RIGHTS``, is not of a tier that can have none.
+    """Check that an unknown name is not a bound of a tier without budgets.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the name is such a bound.
     """
     if name.startswith(tuple(_WITHOUT_IDS)):
         raise ConfigError(
@@ -35,10 +35,10 @@ def check_tier(name: str, where: str) -> None:
 
 
 def budgets_of(given: Mapping[str, str], where: str) -> tuple[MemoryBudget, ...]:
-    """Return the budgets of a line by the names of its bounds, whose values have the right form.
+    """Return the budgets of a line. ``given``: the values of its bounds by name, in the form of ``RIGHTS``.
 
     Raises:
-        ConfigError: a share is more than all, or a bound is above ``high``.
+        ConfigError: a share is above 100%, or a bound is above ``high``.
     """
     by_tier: dict[int, dict[str, MemorySize]] = {}
     for name, value in given.items():
@@ -66,9 +66,9 @@ def _size_of(name: str, value: str, where: str) -> MemorySize:
 def budgets_by_owner(
     clients: Iterable[tuple[str, str, tuple[MemoryBudget, ...]]], source: str
 ) -> dict[str, tuple[MemoryBudget, ...]]:
-    """Return the budgets of each owner of cached KV that has some.
+    """Return the budgets of each owner of cached KV with budgets.
 
-    ``clients``: of each name among the keys, its owner (the name, or its group), and the budgets in its line.
+    ``clients``: for each API key, its name, its owner (the name, or its group), and the budgets in its line.
 
     Raises:
         ConfigError: two names of a group have budgets, or the minima of all owners together are too large.

@@ -118,7 +118,7 @@ class MessageToolChoice(Struct, forbid_unknown_fields=True):
 class Thinking(Struct, forbid_unknown_fields=True):
     """Whether the model thinks: the variables ``enable_thinking`` and ``thinking`` of the chat template.
 
-    ``budget_tokens``: of "enabled", the most tokens of it, where --reasoning-parser is set.
+    ``budget_tokens``: with "enabled", the maximum number of thinking tokens, if --reasoning-parser is set.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]

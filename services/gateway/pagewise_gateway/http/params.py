@@ -31,7 +31,7 @@ _GREEDY_BELOW = 1e-5
 _AS_GIVEN = ("presence_penalty", "frequency_penalty", "min_tokens")
 """Sampling parameters that ``SamplingParams`` has with the same meaning; None in a body is the default there."""
 _WITH_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The same, and ``SamplingDefaults`` may have values for requests that give none."""
+"""Sampling parameters like ``_AS_GIVEN``, which also may have a default in ``SamplingDefaults``."""
 # Field -> values that have no effect, besides null and false.
 _ONLY_BEAMS: dict[str, tuple[object, ...]] = {"length_penalty": (1.0,), "early_stopping": ()}
 _NOT_BEAMS: dict[str, tuple[object, ...]] = {

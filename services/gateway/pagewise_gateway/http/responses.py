@@ -181,9 +181,9 @@ class Model(Struct):
     """A model that is served, or an adapter of it.
 
     ``max_model_len``: null until an executor has joined. ``root``: for operators its folder or hub id, for others its
-    name. ``parent``: of an adapter, the name of the model. ``sampling_defaults``: of parameters that requests do not
-    give, as ``--generation-config`` says. ``tool_call_parser``, ``reasoning_parser``: the formats of tool calls and
-    reasoning; null: none is known, or they are not parsed.
+    name. ``parent``: of an adapter, the name of the model. ``sampling_defaults``: values for parameters
+    that requests do not give (``--generation-config``). ``tool_call_parser``, ``reasoning_parser``: the formats of tool
+    calls and reasoning; null: the format is unknown, or is not parsed.
     """
 
     id: str

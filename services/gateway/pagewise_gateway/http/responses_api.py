@@ -81,7 +81,7 @@ def new_response(
     response_id: str, model: str, body: schema.ResponsesRequest, defaults: SamplingDefaults
 ) -> tuple[schema.Response, int]:
     """Return the response to a request before it has any output, and the bytes of the fields that it repeats of the
-    request. ``defaults``: of parameters that it does not give.
+    request. ``defaults``: values for parameters that it does not give.
 
     These fields are kept as JSON, because they live as long as the response, and objects would take ten times as much.
     """

@@ -322,10 +322,10 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
     reasoning: ReasoningOptions | None = None
 
     def __post_init__(self) -> None:
-        """Set the fields for which ``reasoning`` has other names.
+        """Set the fields that the client gave by the names of ``reasoning``.
 
         Raises:
-            ValueError: they have other values.
+            ValueError: the client gave other values for these fields.
         """
         if self.reasoning is None:
             return

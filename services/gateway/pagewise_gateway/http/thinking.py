@@ -1,4 +1,4 @@
-"""Turns the thinking budgets of requests into tokens: those that begin and end the model's reasoning."""
+"""Turns the thinking budgets of requests into the tokens that begin and end the model's reasoning."""
 
 import logging
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ _NO_LIMIT = -1
 _HARMONY = "<|channel|>analysis<|message|>", "<|end|>"
 _OTHER_MESSAGE, _ANSWER = "<|end|><|start|>assistant<|channel|>", "final<|message|>"
 _FIRST_TOKENS = 4
-"""First tokens of an output within which the model may begin to reason: there may be white space before."""
+"""Number of first tokens of an output in which reasoning may begin: white space may come before it."""
 _LAST_CHARACTERS, _LAST_TOKENS = 64, 8
-"""The end of a prompt, which shows whether it begins the reasoning."""
+"""Length of the end of a prompt that shows whether the prompt begins the reasoning."""
 
 
 class _ReasoningConfig(Struct, forbid_unknown_fields=True):
     """vLLM's ``--reasoning-config``. ``reasoning_start_str``: the delimiter of the parser. ``reasoning_end_str``: the
-    text that ends the reasoning by force, which may say more than the delimiter."""
+    text that ends the reasoning by force, which contains the delimiter and may be longer."""
 
     reasoning_start_str: str | None = None
     reasoning_end_str: str | None = None
@@ -39,7 +39,7 @@ class _ReasoningConfig(Struct, forbid_unknown_fields=True):
 class ThinkingBudgets:
     """Makes the thinking budgets of requests to one model.
 
-    ``reasoning``: the format of outputs without calls; None: it is not known.
+    ``reasoning``: the format of outputs without calls; None: the format is unknown.
     """
 
     def __init__(self, config: GatewayConfig, reasoning: OutputFormat | None, tokenizer: Tokenizer) -> None:
@@ -59,10 +59,10 @@ class ThinkingBudgets:
         *,
         calls: bool = False,
     ) -> ThinkingBudget | None:
-        """Return the thinking budget of a request; None: it has none, or its prompt has ended the reasoning.
+        """Return the thinking budget of a request; None: no budget, or the prompt has ended the reasoning.
 
-        ``output``, ``start``: the format of the output, and where it begins. ``calls``: whether functions may be
-        called.
+        ``output``: the format of the output. ``start``: the part of the message with which the output begins.
+        ``calls``: whether functions may be called.
 
         Raises:
             UnsupportedParameterError: the reasoning of this model cannot be limited.
@@ -86,8 +86,8 @@ class ThinkingBudgets:
         return budget
 
     def drop_impossible(self, body: GenerationFields) -> None:
-        """Drop the budget of a request if this model's reasoning cannot be limited, and warn of it once: some clients
-        always send one."""
+        """Drop the budget of a request if this model's reasoning cannot be limited, and warn once: some clients always
+        send a budget."""
         if body.thinking_token_budget is None or not (reason := self._why_unlimited(self._reasoning)):
             return
         body.thinking_token_budget = None
@@ -98,11 +98,11 @@ class ThinkingBudgets:
     def of_completions(
         self, body: GenerationFields, prompts: Sequence[str | list[int]], capacity: Capacity
     ) -> ThinkingBudget | None:
-        """Return the thinking budget of the outputs of these prompts, as ``of`` does. The reasoning is open only where
-        a prompt says so, because no chat template has written it.
+        """Return the thinking budget of the outputs of these prompts, as ``of`` does. The reasoning is open only if
+        the prompt begins it, because no chat template has written the prompt.
 
         Raises:
-            InvalidRequestError: some prompts begin it and others do not.
+            InvalidRequestError: some prompts begin the reasoning and others do not.
             UnsupportedParameterError: the reasoning of this model cannot be limited.
         """
         if body.thinking_token_budget is None:
@@ -123,7 +123,7 @@ class ThinkingBudgets:
         return "main" if start == "implied" else start
 
     def _why_unlimited(self, output: OutputFormat | None) -> str:
-        """Return why outputs of this format cannot have a budget; empty: they can."""
+        """Return the reason why outputs of this format cannot have a budget; empty: they can have a budget."""
         if output is None or not (output.harmony or output.reasoning):
             return "the format of this model's reasoning is not known here: --reasoning-parser names it"
         closing = _delimiters(output)[1]

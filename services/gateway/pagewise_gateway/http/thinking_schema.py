@@ -20,8 +20,9 @@ ReasoningEffort = Annotated[
 
 
 class ReasoningOptions(Struct, forbid_unknown_fields=True, frozen=True):
-    """OpenRouter's names for other fields: ``thinking_token_budget``, ``reasoning_effort``, and ``include_reasoning``
-    the other way round. ``enabled``: the variables ``enable_thinking`` and ``thinking`` of the chat template.
+    """OpenRouter's names for ``thinking_token_budget``, ``reasoning_effort`` and the negation of ``include_reasoning``.
+
+    ``enabled``: the value of the variables ``enable_thinking`` and ``thinking`` of the chat template.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -30,7 +31,7 @@ class ReasoningOptions(Struct, forbid_unknown_fields=True, frozen=True):
     enabled: bool | None = None
 
     def fields(self) -> dict[str, int | str | bool]:
-        """Return the fields of a chat that it sets, by their names."""
+        """Return the given fields by the names that chats have for them."""
         given = {
             "thinking_token_budget": self.max_tokens,
             "reasoning_effort": self.effort,
@@ -40,5 +41,5 @@ class ReasoningOptions(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 def thinking_variables(thinks: bool) -> dict[str, Any]:
-    """Return the variables by which most chat templates are told whether the model thinks."""
+    """Return the variables with which most chat templates turn thinking on and off."""
     return {"enable_thinking": thinks, "thinking": thinks}

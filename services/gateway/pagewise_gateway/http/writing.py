@@ -136,7 +136,7 @@ class EventWriter:
     The data that is buffered for a client is bounded: the transport's buffer (64 KiB) and one more write.
 
     Fields:
-        wrote: whether anything was written since ``SilenceWatch`` has looked; true at the beginning.
+        wrote: whether anything was written since the last check of ``SilenceWatch``; true at the beginning.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -188,10 +188,10 @@ class EventWriter:
 
 
 class SilenceWatch:
-    """Calls ``silent`` when nothing has been written for ``interval`` seconds or less, in its context; 0: never.
+    """A context that calls ``silent`` when nothing was written for half of ``interval`` seconds or longer; 0: never.
 
-    Nearly every token is a write, so a write only sets a flag, which a timer reads and clears twice in an interval. The
-    call comes half an interval after the last write at the earliest. Before the first write it comes after an interval.
+    Nearly every token is a write, so a write only sets a flag, which a timer reads and clears twice in an interval.
+    Before the first write, the first call comes after a whole interval.
     """
 
     __slots__ = ("_half", "_silent", "_timer", "_writer")

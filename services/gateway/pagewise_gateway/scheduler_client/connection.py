@@ -127,7 +127,7 @@ class SchedulerConnection:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            # Also without a Welcome: one may be on its way, and the scheduler would take the gateway for lost.
+            # Also before a Welcome: it may be on its way, and the scheduler would take the gateway for lost.
             with contextlib.suppress(zmq.ZMQError, TimeoutError):
                 async with asyncio.timeout(_GOODBYE_SECONDS):
                     for frame in (*self._outbox, encode(Goodbye(self.epoch or 0, "stopped"))):

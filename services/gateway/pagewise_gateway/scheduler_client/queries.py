@@ -82,7 +82,7 @@ class Queries:
         return answer.found
 
     async def reset_cache(self, salt: str) -> bytes:
-        """Have all executors release the cached blocks of a cache salt, or all (empty). Returns the JSON of a
+        """Let all executors release the cached blocks of a cache salt (empty: all blocks). Returns the JSON of a
         ``CacheReset``.
 
         Raises:

@@ -106,8 +106,8 @@ def python_parameters(function: str, schema: Mapping[str, Any], strict: bool) ->
 
 
 def string_choices(function: str, parameter: Parameter, strict: bool, closing: str) -> Sequence[str] | None:
-    """Return the values of the enum of a parameter that is written without quotes; None: any string. ``closing``: the
-    text that ends values."""
+    """Return the strings that a parameter without quotes may have; None: any string. ``closing``: the text that ends
+    values."""
     known = _OF_STRINGS if strict else _OF_STRINGS | LOOSE_OF_STRINGS
     name = f"the parameter {parameter.name!r} of {function!r}"
     choices = _choices(name, parameter.schema, known)

@@ -1,6 +1,6 @@
-"""The formats in which models write tool calls, as the grammars of calls need them: one text for each format.
+"""The formats in which models write tool calls, for grammars. A grammar allows only the text that the model has learnt.
 
-A parser reads more than that (``text.output_parsing.formats``); the grammar allows the text that the model has learnt.
+The parsers in ``text.output_parsing.formats`` read more variants of a format.
 """
 
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ class Pair(NamedTuple):
     """The format of a parameter: ``before``, which contains NAME, the value, ``closing`` and ``after``.
 
     Fields:
-        before: if it contains STRING, it says whether the value is a string.
-        padding: a text after values that are no free text.
+        before: STRING in it is replaced by "true" or "false": whether the value is a string.
+        padding: the text after values that are no free text.
     """
 
     before: str
@@ -28,10 +28,10 @@ class Shape:
     """The format of calls: ``before``, which contains NAME and may contain NUMBER, then the arguments, and ``after``.
 
     Fields:
-        between: text between two calls. opening, closing: texts around all of them.
-        trigger: the text that begins calls in free text. If it is empty, the whole text is calls, and begins with
+        between: the text between two calls. opening, closing: the texts around all calls.
+        trigger: the text that begins calls in free text. If it is empty, calls are the whole text, and begin with
             ``begins``.
-        arguments: their format: JSON, keyword arguments of Python, Gemma's objects, or pairs of names and values.
+        arguments: the format of the arguments: JSON, keyword arguments of Python, Gemma's objects, or names and values.
     """
 
     before: str

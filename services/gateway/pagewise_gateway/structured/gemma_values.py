@@ -1,4 +1,4 @@
-"""Grammars of the arguments of Gemma 4, whose strings have delimiters of their own, so that they are no JSON."""
+"""Grammars of the arguments of Gemma 4, which are no JSON: a special token delimits strings."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class GrammarRules(Protocol):
         """Match this text."""
 
     def until(self, delimiter: str) -> str:
-        """Match any text up to the first delimiter, with it."""
+        """Match any text up to and with the first delimiter."""
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Match JSON that follows a schema."""
@@ -55,7 +55,7 @@ class GrammarRules(Protocol):
 
 
 class GemmaValues:
-    """Makes the grammar of the arguments of one function. ``schema``: of its parameters."""
+    """Makes the grammar of the arguments of one function. ``schema``: the schema of its parameters."""
 
     def __init__(self, grammar: GrammarRules, function: str, schema: Mapping[str, Any], strict: bool) -> None:
         self._grammar, self._function, self._schema, self._strict = grammar, function, schema, strict
@@ -97,7 +97,7 @@ class GemmaValues:
         return self._any
 
     def _value(self, name: str, schema: Any) -> str:
-        """Match a value. ``name``: of the parameter that it is a part of."""
+        """Match a value. ``name``: the name of its parameter."""
         if not isinstance(schema, Mapping) or not schema.keys() - ANNOTATIONS - DEFINITIONS:
             return self._any_value()
         if isinstance(reference := schema.get("$ref"), str):

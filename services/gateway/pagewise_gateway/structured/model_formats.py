@@ -1,7 +1,7 @@
 """Finds the formats in which a model writes tool calls and reasoning, from its chat template and its family.
 
-The chat template writes earlier calls of a conversation as the model has learnt to write them. So it renders one, and
-the parser that reads the same call from the text is the model's.
+The chat template writes earlier calls of a conversation as the model has learnt to write them. So the gateway renders
+a call, and chooses the parser that reads the same call from the text.
 """
 
 import json
@@ -36,12 +36,12 @@ _THINKING = {
     "minimax_m2": "minimax_m2",
     "nemotron_json": "nemotron_v3",
 }
-"""Parsers of reasoning between ``<think>`` and ``</think>`` by the parser of calls; qwen3 belongs to the others."""
+"""Parsers of reasoning between ``<think>`` and ``</think>`` by the parser of calls; qwen3 reads all others."""
 _TOOLS = Tools({PROBE_CALL[0]: {"type": "object", "properties": {"probe_key": {"type": "string"}}}})
 
 
 class Found(NamedTuple):
-    """The name of a parser, and the reason for it. ``name``: None: no format is known."""
+    """The name of a parser, and the reason for it. ``name``: None if the format is unknown."""
 
     name: str | None
     reason: str
@@ -91,6 +91,6 @@ def _reads(name: str, text: str) -> bool:
 
 
 def _likeness(name: str, template: ChatTemplate) -> int:
-    """Return how many characters before the arguments of a call are as the grammar of this format has them."""
+    """Return the number of characters before the arguments of a call that equal the grammar's; -1: they differ."""
     before = SHAPES[name].before.replace("NAME", PROBE_CALL[0]).partition("NUMBER")[0]
     return len(before) if any(before in text for text in template.written_calls) else -1

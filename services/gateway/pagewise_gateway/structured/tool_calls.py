@@ -91,7 +91,7 @@ def _shape(parser: str, special_tokens: Mapping[str, int], is_free: bool) -> Sha
     shape = MISTRAL_LIST if parser == "mistral" and "[ARGS]" not in special_tokens else SHAPES[parser]
     special = any(text and text in shape.trigger for text in special_tokens)
     if is_free and not special and shape.opening and isinstance(shape.arguments, Pair):
-        # The parser reads such calls without the tags around them, too, so these are a part of the text.
+        # The parser reads such calls without the tags around them, too, so the tags are a part of the text.
         shape = replace(shape, opening="", closing="", trigger=shape.before.partition("NAME")[0].removesuffix('"'))
     return shape.without_trigger() if is_free and shape.trigger not in special_tokens else shape
 
@@ -155,7 +155,7 @@ class _Grammar:
         if (token := self._tokens.search(delimiter)) is None:
             return self._up_to(delimiter)
         before, rest = delimiter[: token.start()], self.text(delimiter[token.start() :])
-        # Text has no special token, so it may contain what comes before one in the delimiter.
+        # Text has no special tokens, so it may contain the part of the delimiter before a special token.
         return f"{self._up_to(before)}+ {rest}" if before else f"{self.rule('ANY', '/(?s:.+)/')}? {rest}"
 
     def _up_to(self, text: str) -> str:
@@ -248,7 +248,7 @@ class _Grammar:
         return self.listed(items, ", ")
 
     def listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Match items in this order, with a text between two of them. Each item: its expression, and whether it is
+        """Match items in this order, with ``separator`` between two items. An item is an expression, and whether it is
         required."""
         # From the last item to the first: the rest of the items after another one, and as the first ones.
         some = none = '""'

@@ -83,7 +83,7 @@ class Template:
     """A template. ``source``: its text."""
 
     def __init__(self, text: str, special_tokens: dict[str, str]) -> None:
-        """``special_tokens``: their texts by their names in templates."""
+        """``special_tokens``: the texts of special tokens by their names in templates."""
         self.source, self._special_tokens = text, special_tokens
 
     def render(
@@ -144,8 +144,8 @@ class Template:
 
     @cached_property
     def around_answer(self) -> tuple[str, str]:
-        """The texts between the reasoning and the answer of the assistant at the end of a conversation, and behind it;
-        empty if there are none."""
+        """The texts between the reasoning and the answer of the assistant at the end of a conversation, and behind the
+        answer; empty if the template writes none."""
         reasoning = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "probe_thought")
         answer = {"role": "assistant", "content": "probe_answer", **reasoning}
         before, _, behind = (self._tried([_USER, answer], tools=False) or "").partition("probe_answer")
@@ -227,7 +227,7 @@ class Template:
     @cached_property
     def written_calls(self) -> tuple[str, ...]:
         """Texts that the template writes for an assistant's call of ``PROBE_CALL``, up to the end of the conversation;
-        none: it refuses such conversations. One of two begins behind the header of the message."""
+        empty: the template refuses such conversations. One of two texts begins behind the header of the message."""
         arguments: Any = PROBE_CALL[1] if self.dialect.arguments_as_text else json.loads(PROBE_CALL[1])
         found: list[str] = []
         for call_id in (_SHORT_ID, f"functions.{PROBE_CALL[0]}:0"):  # Kimi's name is a part of the id
@@ -301,8 +301,8 @@ class ChatTemplate:
 
     @property
     def around_answer(self) -> tuple[str, str]:
-        """The texts that the default template writes between reasoning and answer, and behind it; empty if there are
-        none."""
+        """The texts that the default template writes between reasoning and answer, and behind the answer; empty if it
+        writes none."""
         return ("", "") if self._default is None else self._default.around_answer
 
     @property

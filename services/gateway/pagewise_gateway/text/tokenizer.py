@@ -206,7 +206,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, more_ends: frozenset[int] = frozenset()) -> "Tokenizer":
-        """Read a model directory. ``more_ends``: tokens that end outputs besides those that its files name.
+        """Read a model directory. ``more_ends``: tokens that end outputs, besides the end tokens in its files.
 
         Raises:
             ModelError: tokenizer.json is missing, or it or another file cannot be read.
@@ -230,8 +230,8 @@ class Tokenizer:
     def _end_at_turns(self) -> None:
         """End outputs at the special token that the chat template writes behind an answer, too.
 
-        The files of some models name the end of a document only. A token that ends reasoning too, as gpt-oss's
-        ``<|end|>`` does, is none.
+        The files of some models name the end of a document only. A token that ends reasoning too, such as gpt-oss's
+        ``<|end|>``, does not end outputs.
         """
         before, behind = self.chat_template.around_answer
         begun = (text for text in self.special_tokens if text and behind.lstrip().startswith(text))

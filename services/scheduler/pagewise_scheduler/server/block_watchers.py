@@ -1,4 +1,4 @@
-"""Lets executors' blocks be watched, where an option asks for it: KV events, and histograms of block lifetimes."""
+"""Watches executors' blocks for KV events and for histograms of block lifetimes, where an option asks for them."""
 
 from collections.abc import Iterable
 from time import monotonic as clock
@@ -15,7 +15,7 @@ class BlockWatchers:
     """Adds the watchers to the memory of executors that join."""
 
     def __init__(self, config: SchedulerConfig, metrics: Metrics) -> None:
-        """Open the sockets of KV events, if there are to be any.
+        """Open the sockets of KV events, if they are on.
 
         Raises:
             zmq.ZMQError: an endpoint cannot be used.

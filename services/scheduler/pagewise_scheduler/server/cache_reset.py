@@ -19,7 +19,10 @@ def reset_caches(
     executors: Sequence[ExecutorHandle],
     guard: Callable[[ExecutorHandle], AbstractContextManager[None]],
 ) -> bytes:
-    """Release the blocks of a cache salt, or all (empty), and return the answer. ``guard``: as the router has it."""
+    """Release the blocks of a cache salt (empty: all blocks), and return a ``CacheReset`` as JSON.
+
+    ``guard``: see ``ExecutorRegistry.guarded``.
+    """
     report = CacheReset([])
     for executor in executors:
         with guard(executor):

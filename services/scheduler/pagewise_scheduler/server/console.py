@@ -353,7 +353,7 @@ class Console:
 
 
 def key_states(budgets: "KeyBudgets | None", rates: Iterable[Rates]) -> list[KeyState]:
-    """Return the keys that have budgets or missed evicted KV in the last minute, those that missed the most first."""
+    """Return the keys with budgets, or with evicted KV that they missed in the last minute, most missed KV first."""
     spared = sum((Counter(one.spared) for one in rates), Counter[str]())
     states = {key: KeyState(key, {}, tokens) for key, tokens in spared.items()}
     for use in budgets.uses() if budgets is not None else ():

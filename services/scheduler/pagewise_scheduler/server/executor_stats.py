@@ -30,7 +30,7 @@ _STALE_SECONDS = 30.0
 
 
 class _Sample(NamedTuple):
-    """The counts of an executor at a time. ``hits``: cached tokens by tier. ``spared``: as of ``ExecutorStats``."""
+    """The counts of an executor at a time. ``hits``: cached tokens by tier. ``spared``: see ``ExecutorStats``."""
 
     time: float
     generated: int

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 _MOST_OWNERS = 10_000
-"""Owners that may have budgets; those of more are ignored."""
+"""Maximum number of owners with budgets. Budgets of further owners are ignored."""
 
 
 def owner_of(cache_salt: str | None) -> str:
@@ -26,10 +26,10 @@ def owner_of(cache_salt: str | None) -> str:
 
 
 class KeyBudgets:
-    """Sets the newest budgets of all owners at all executors, at each as soon as it has no promised blocks to take
-    back.
+    """Sets the newest budgets of all owners at all executors. An executor adopts them as soon as it has no promised
+    blocks to take back.
 
-    ``executors``: returns those that take requests.
+    ``executors``: returns the executors that take requests.
     """
 
     def __init__(self, executors: Callable[[], list[ExecutorHandle]]) -> None:
@@ -40,7 +40,7 @@ class KeyBudgets:
         self._versions: WeakKeyDictionary[ExecutorHandle, int] = WeakKeyDictionary()
 
     def set(self, cache_salt: str | None, budgets: tuple[MemoryBudget, ...]) -> None:
-        """The owner of a cache salt has these budgets from now on."""
+        """Give the owner of a cache salt these budgets."""
         owner = owner_of(cache_salt)
         if not owner or budgets == self._budgets.get(owner, ()):
             return
@@ -50,7 +50,7 @@ class KeyBudgets:
             self.apply()
 
     def apply(self) -> None:
-        """Set the budgets at the executors that do not have the newest ones, where that is possible now."""
+        """Set the newest budgets at the executors that do not have them, where that is possible now."""
         for executor in self._executors():
             if self._versions.get(executor) != self._version and self._try_set(executor):
                 self._versions[executor] = self._version
@@ -104,7 +104,7 @@ class KeyBudgets:
         }
 
     def uses(self) -> Iterator[KeyMemory]:
-        """The memory of every owner in each tier where it has a budget or blocks."""
+        """Yield the memory of every owner in each tier where it has a budget or blocks."""
         found: defaultdict[tuple[str, int], list[tuple[int, int, int, int | None]]] = defaultdict(list)
         for executor in self._executors():
             if (memory := self._memories.get(executor)) is None:

@@ -1,4 +1,4 @@
-"""Publishes batches of KV events over ZeroMQ in a thread of its own, and again to subscribers that have missed some."""
+"""Publishes batches of KV events over ZeroMQ in a thread, and sends missed batches again to subscribers."""
 
 import logging
 import threading
@@ -24,9 +24,9 @@ _END = b"\xff" * _SEQUENCE_BYTES
 class KVEventPublisher:
     """Sends each batch as frames of the topic, a sequence number, and msgpack, on a PUB socket.
 
-    Whoever finds a gap in the sequence numbers sends the first missing one to the ROUTER socket, and receives that
-    batch and all later ones among the last ``buffer_steps``. A batch for which the queue has no room is lost, and
-    leaves a gap. ``on_dropped``: is called for each of these.
+    A subscriber that finds a gap in the sequence numbers sends the first missing number to the ROUTER socket, and
+    receives the batches from that number on, as far as they are among the last ``buffer_steps``. A batch for which the
+    queue has no room is lost, and leaves a gap. ``on_dropped``: called for each lost batch.
     """
 
     def __init__(self, config: KVEventsConfig, on_dropped: Callable[[], None]) -> None:
@@ -88,7 +88,7 @@ class KVEventPublisher:
                 self._complaints.warning("KV events are not published: %s", error)
 
     def _answer(self, replay: "zmq.Socket[bytes]") -> None:
-        """Send a subscriber the batches from the number on that it asks for."""
+        """Send a subscriber the batches from the requested number on."""
         asker, *empty, wanted = replay.recv_multipart()
         if len(wanted) != _SEQUENCE_BYTES:
             self._complaints.warning("a request for KV events has %d bytes, not %d", len(wanted), _SEQUENCE_BYTES)
@@ -98,5 +98,5 @@ class KVEventPublisher:
 
 
 def _is_bound(endpoint: str) -> bool:
-    """Whether an endpoint is one to bind, as vLLM decides it: the others are connected to."""
+    """Whether a socket is bound to an endpoint, by vLLM's rule; it is connected to any other endpoint."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))

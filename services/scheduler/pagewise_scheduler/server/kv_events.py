@@ -1,10 +1,10 @@
-"""KV events: the blocks that executors store and evict, in vLLM's format, from which routers learn where prefixes lie.
+"""KV events: the blocks that executors store and evict, in vLLM's format. Routers learn from them who caches a prefix.
 
 A batch is an array of a time, events, and the rank of the executor. An event is a map with its name under ``type``, as
 vLLM has sent it since 0.24, or an array of its name and its fields, as vLLM did before. Routers know a block by the
-last eight bytes of its hash, as a number, which they connect with the tokens that the event has.
+last eight bytes of its hash, as a number, and connect the number with the tokens in the event.
 
-Only blocks of tiers with ids are told of: the scheduler keeps no list of the blocks on disks and in stores.
+Events are about tiers with ids only: the scheduler keeps no list of the blocks on disks and in stores.
 """
 
 import time
@@ -30,9 +30,9 @@ _GROUP = 0
 
 
 class BlockStored(Struct, omit_defaults=True, tag=True):
-    """Blocks that a medium has from now on, each behind the one before it; the first behind ``parent_block_hash``.
+    """Blocks that a medium has from now on. They follow one another, and the first follows ``parent_block_hash``.
 
-    ``extra_keys``: of each block, what its hash depends on beside tokens; a cache salt counts for first blocks.
+    ``extra_keys``: for each block, the values beside tokens that its hash depends on: for first blocks, a cache salt.
     """
 
     block_hashes: list[int]
@@ -65,8 +65,8 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 class ExecutorEvents:
     """Collects the events of one executor: a ``BlockWatcher``.
 
-    ``rank``: the executor's number in batches. ``stored``: the blocks that subscribers take it to have, by medium.
-    Events of blocks that follow one another become one.
+    ``rank``: the executor's number in batches. ``stored``: by medium, the blocks that subscribers believe to be there.
+    Blocks that follow one another are put into one event.
     """
 
     def __init__(self, rank: int, block_size: int, kind: GroupKind) -> None:
@@ -116,7 +116,7 @@ class ExecutorEvents:
             self._pending.append(BlockRemoved([block], medium, _GROUP))
 
     def used(self, nodes: Sequence[CachedBlock]) -> None:
-        """Routers are not told of uses."""
+        """Note nothing: vLLM's format has no event for a use."""
 
     def all_gone(self) -> None:
         """Note that no tier has any block."""
@@ -129,8 +129,8 @@ class ExecutorEvents:
 class KVEvents:
     """The events of all executors, in one stream of batches.
 
-    An executor's rank is the lowest number that no other has. The stream begins with ``AllBlocksCleared``, so that a
-    subscriber forgets what an earlier scheduler has told it.
+    An executor's rank is the lowest number that no other executor has. The stream begins with ``AllBlocksCleared``, so
+    that a subscriber forgets the blocks of an earlier scheduler.
     """
 
     def __init__(self, config: KVEventsConfig, metrics: Metrics) -> None:
@@ -145,7 +145,7 @@ class KVEvents:
         self._publish([AllBlocksCleared()], 0)
 
     def join(self, block_size: int, kind: GroupKind) -> ExecutorEvents:
-        """Return the watcher of an executor that joins. ``kind``: of the blocks in its prefix tree."""
+        """Return the watcher of an executor that joins. ``kind``: the kind of layers of its prefix tree."""
         rank = next(rank for rank in range(len(self._executors) + 1) if rank not in self._executors)
         events = self._executors[rank] = ExecutorEvents(rank, block_size, kind)
         return events
@@ -181,13 +181,13 @@ def _number(node: CachedBlock) -> int:
 
 
 def _salt(cache_salt: str | None) -> str | None:
-    """The cache salt as its request gave it; with the name of its API key or group if it is theirs alone."""
+    """The request's cache salt, with the name of the API key or group if that has a cache of its own."""
     salt = client_salt(cache_salt)
     return salt.removeprefix(_ALL_CLIENTS) if salt is not None else None
 
 
 def _adapter(node: CachedBlock) -> str | None:
-    """The name of a block's adapter; of a block from before a restart of the scheduler, the hash of the adapter."""
+    """The name of a block's adapter, or the adapter's hash for a block from before a restart of the scheduler."""
     if node.cached_by is not None:
         return node.cached_by.adapter or None
     salt = without_rope(cache_salt_of(node))

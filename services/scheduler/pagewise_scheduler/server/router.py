@@ -106,7 +106,7 @@ class Router:
         return sum(each.num_staying for each in self._migrations.values())
 
     def set_budgets(self, cache_salt: str | None, budgets: tuple[MemoryBudget, ...]) -> None:
-        """The owner of a cache salt has these budgets of memory from now on."""
+        """Give the owner of a cache salt these budgets of memory."""
         if self.budgets is None:
             if not budgets:
                 return

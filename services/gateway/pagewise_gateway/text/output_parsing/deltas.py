@@ -20,8 +20,8 @@ class Delta(NamedTuple):
 
 @dataclass(slots=True)
 class ParsedCall:
-    """A tool call. ``arguments``: the model's text, which is JSON unless it is cut off or invalid. ``id``: the model's;
-    empty: it wrote none."""
+    """A tool call. ``arguments``: the model's text, which is JSON unless it is cut off or invalid. ``id``: the id that
+    the model wrote; empty: it wrote no id."""
 
     name: str
     arguments: str = ""
@@ -113,7 +113,7 @@ class MessageBuilder:
         self.whole = True
         self._arguments: JsonValue | None = None
         self._parallel = parallel  # whether calls after the first one count
-        self._ids: set[str] = set()  # of calls, as the model wrote them
+        self._ids: set[str] = set()  # the ids that the model wrote for calls
 
     def take(self) -> list[Delta]:
         """Return the new deltas."""

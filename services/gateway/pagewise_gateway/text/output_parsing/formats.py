@@ -47,7 +47,7 @@ class ReasoningFormat:
     """The delimiters of a model's reasoning.
 
     Fields:
-        opening, closing: before and after it. tokens: special tokens that are parts of these.
+        opening, closing: the texts before and after reasoning. tokens: special tokens that are parts of them.
         implied: the text begins with reasoning even without the opening.
         ended_by: texts that end reasoning without the closing, because calls begin there.
     """

@@ -1,6 +1,6 @@
 """Reads the tool calls of Gemma 4, such as ``call:f{city:<|"|>Rome<|"|>,days:[1,2]}``.
 
-Objects have names without quotes, and strings are delimited by a token of their own, so nothing in them is escaped.
+Names in objects have no quotes. A special token delimits strings, so strings have no escapes.
 """
 
 import re
@@ -113,7 +113,7 @@ class _Arguments:
                 self._comma = ", "
 
     def _begin(self) -> None:
-        """Begin a name, or a value: of the last name, or a further one of a list."""
+        """Begin a name, the value of the last name, or a further value of a list."""
         if not self._in_value:
             self._source.add(self._comma)
         self._comma = ", "

@@ -34,10 +34,10 @@ class Tags:
 
     Fields:
         name_end: the end of the tag with the name of the function; empty: the name ends where a parameter begins.
-        key, key_end: around the name of a parameter. value, value_end: around its value; ``value`` empty: the value
-            follows the name's tag.
+        key, key_end: the tags around the name of a parameter. value, value_end: the tags around its value; ``value``
+            empty: the value follows the name's tag.
         padding: a text that is left out at the beginning and at the end of a value.
-        says_type: whether an attribute of the tag says whether the value is a string: ``string="true"``.
+        says_type: whether the tag has an attribute for strings: ``string="true"`` or ``string="false"``.
     """
 
     name_end: str
@@ -55,7 +55,7 @@ class Tags:
 
     @property
     def in_attribute(self) -> bool:
-        """Whether names stand in tags as attributes, which may have quotes."""
+        """Whether names are attributes in tags, which may have quotes."""
         return not self.value
 
 
@@ -68,7 +68,7 @@ DSML_TAGS = Tags(">", "<\uff5cDSML\uff5cparameter name=", ">", "", "</\uff5cDSML
 class TaggedCall:
     """Reads one call with these tags.
 
-    The values of parameters that are strings are passed on as they come, others at their end. A value is a string if
+    The values of string parameters are passed on as they come, other values at their end. A value is a string if
     its parameter is declared as one, or if it is no JSON.
     """
 
@@ -82,7 +82,9 @@ class TaggedCall:
             name = yield from self._name(source)
         except EndOfTextError as end:
             name = source.text.strip()
-            if end.closed and not self._tags.name_end and name in tools:  # only the name tells the call from other text
+            if (
+                end.closed and not self._tags.name_end and name in tools
+            ):  # only the name distinguishes the call from other text
                 source.call(name)
                 source.add("{}")
             return
@@ -92,7 +94,7 @@ class TaggedCall:
         yield from self._arguments(source, tools, name)
 
     def _name(self, source: CallText) -> Generator[None, None, str]:
-        """Read the name before the first tag, or in it; an empty text: there is none."""
+        """Read the name of the function, before or in the first tag; an empty text: no name."""
         tags = self._tags
         end, pattern = tags.name_end or tags.key, _QUOTED_NAME if tags.in_attribute else _BARE_NAME
         while (at := source.text.find(end)) < 0:
@@ -124,7 +126,7 @@ class TaggedCall:
         source.add("}" if before == ", " else "{}")
 
     def _key(self, text: str) -> tuple[str, str | None]:
-        """Return the name of a parameter, and the attribute that says whether its value is a string."""
+        """Return the name of a parameter, and the attribute ``string`` of its tag."""
         if not self._tags.in_attribute or (found := _ATTRIBUTES.fullmatch(text)) is None:
             return text.strip(), None
         return found["name"].strip(), found["string"] if self._tags.says_type else None
@@ -165,7 +167,7 @@ class TaggedCall:
 
 
 def _types(declared: frozenset[str], is_string: str | None) -> frozenset[str]:
-    """Return the types that a value may have. ``is_string``: what its tag says, "true" or "false"; None: nothing."""
+    """Return the types that a value may have. ``is_string``: the attribute of its tag, "true" or "false", or None."""
     if is_string == "true":
         return frozenset({"string"}) if not declared or "string" in declared else declared
     return declared - {"string"} or declared if is_string == "false" else declared
@@ -209,7 +211,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
 
 
 def _python_as_json(text: str) -> str:
-    """Return a value that is no text as JSON. Models write some as Python does, such as ``True`` and ``{'a': 1}``."""
+    """Return a value that is no text as JSON. Models write some values in Python: ``True``, ``{'a': 1}``."""
     if len(text) <= _MOST_PYTHON:
         try:
             value = python_value(text.strip())

@@ -14,7 +14,7 @@ from pagewise_scheduler.core.memory.tick_times import TickTimes
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _MOST_BLOCKS = 100_000
-"""Blocks that are looked at: the scheduler does nothing else meanwhile."""
+"""Maximum number of blocks that are counted, because the scheduler does nothing else meanwhile."""
 
 
 def executor_cache(
@@ -27,7 +27,7 @@ def executor_cache(
     now: float,
     most_blocks: int = _MOST_BLOCKS,
 ) -> ExecutorCache:
-    """Return at most ``limit`` beginnings of cached prefixes. ``salt``: of this cache salt (see ``is_below``)."""
+    """Return at most ``limit`` entries of cached prefixes under a cache salt (see ``is_below``)."""
     kv, found, left = scheduler.kv, list[CachedPrefixes](), most_blocks
     snapshots = SnapshotFinder(kv)
     for root in kv.pool.tree.roots:

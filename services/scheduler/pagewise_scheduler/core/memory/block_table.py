@@ -43,9 +43,10 @@ class StateTable(WindowTable):
     which steps write, which is the last of ``blocks``. There is none of these until its first step is planned.
 
     ``declared``: numbers of tokens behind which it keeps states if ``StateGroup.most_blocks`` suffice.
-    ``step``: the blocks between places inside of its prompt that may take snapshots; 0: none does. ``since``: the last
-    place so far, in blocks, of ``num_blocks``. ``inside``: the places inside that take one. ``skipped``: the places
-    that take none because it would not be worth its memory, with their roles' places (see ``roles``).
+    ``step``: the blocks between places inside of its prompt that may take snapshots; 0: no place does. ``since``: the
+    last place so far, in blocks of the ``num_blocks`` of the prompt. ``inside``: the places inside that take a
+    snapshot. ``skipped``: the places that take none because a snapshot is not worth its memory, with their kinds (see
+    ``roles``).
     ``entry``: the tokens behind which the sequence begins that joins next; None: some step has written. ``stop``: the
     number of tokens behind which the last block has the states when all planned steps are back; in decoding, the end of
     the block of tokens.

@@ -1,6 +1,6 @@
-"""Watchers of the prefix tree's blocks: they are told when a block comes into a tier with ids, is used, and leaves.
+"""Watchers of the prefix tree's blocks: a tier with ids calls them when a block enters it, is used, and leaves it.
 
-A memory without watchers looks once for each block whether there are any, and nothing else.
+Without watchers, a tier does one test for each block.
 """
 
 import random
@@ -14,11 +14,11 @@ from pagewise_shared.protocol import DEVICE
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 _MOST_USES = 4
-"""The last uses of a block whose gaps are told."""
+"""The number of the last uses of a block between which gaps are reported."""
 
 
 class BlockWatcher(Protocol):
-    """Is told of the blocks of one executor whose content is known. ``tier``: the number of a tier."""
+    """Watches the blocks of one executor whose content is known. ``tier``: the number of a tier."""
 
     def entered(self, node: CachedBlock, tier: int) -> None:
         """A tier has the block from now on."""
@@ -33,16 +33,16 @@ class BlockWatcher(Protocol):
         ...
 
     def all_gone(self) -> None:
-        """No tier has any block any more: the executor is lost, or all its KV is."""
+        """The executor or all its KV is lost, so no tier has any block any more."""
         ...
 
 
 class BlockLifetimes:
     """Measures how long sampled blocks stay on the device, as vLLM does.
 
-    ``sample``: the share of blocks that are measured, chosen by chance when they come. ``report`` is called with each
-    one that leaves: the seconds since it came, the seconds since its last use, and those between its last uses.
-    ``clock``: returns seconds.
+    ``sample``: the share of blocks that are measured, chosen by chance when they enter the device. ``report`` is called
+    for each measured block that leaves, with three values: the seconds since the block entered, the seconds since its
+    last use, and the seconds between its last uses. ``clock``: returns seconds.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class BlockLifetimes:
             self._report(now - came, now - (uses[-1] if uses else came), gaps)
 
     def used(self, nodes: Sequence[CachedBlock]) -> None:
-        """Note the time of a use of the measured ones among these blocks."""
+        """Note the time of this use for each measured block in ``nodes``."""
         if found := self._times.keys() & nodes:
             now = self._clock()
             for node in found:

@@ -3,9 +3,10 @@
 The *owner* of a block is the API key, or the group of keys, whose cache salt its prefix has. A tier whose owners have
 budgets evicts by these rules, in this order:
 
-- No block of an owner goes that uses at most its ``min``.
-- Blocks of owners that use more than their ``high`` go first, and those of owners that use at most their ``low`` last.
-- Then rank and value decide as in a tier without budgets (see ``eviction``).
+- Blocks of an owner that uses at most its ``min`` are not evicted.
+- Blocks of owners that use more than their ``high`` are evicted first. Blocks of owners that use at most their ``low``
+  are evicted last.
+- Then rank and value decide, as in a tier without budgets (see ``eviction``).
 
 Source: "Control Group v2" of the Linux kernel's documentation, section "Memory Interface Files".
 """
@@ -32,10 +33,10 @@ class Budget(NamedTuple):
 
 
 class OwnerUse:
-    """The blocks of one owner in one tier whose content is known: ``cached`` ones, and ones ``in_use``.
+    """Counts the blocks of one owner in one tier whose content is known: ``cached`` blocks, and blocks ``in_use``.
 
-    ``protected``: cached ones that are not evicted. ``queue``: cached ones that may go, as soon as the budget lets
-    them. ``version``: rises with each change.
+    ``protected``: the number of cached blocks that the budget protects from eviction. ``queue``: the cached blocks that
+    may be evicted, as far as the budget allows. ``version``: rises with each change.
     """
 
     __slots__ = ("budget", "cached", "in_use", "protected", "queue", "version")
@@ -46,12 +47,12 @@ class OwnerUse:
 
     @property
     def used(self) -> int:
-        """All of them."""
+        """All blocks of the owner."""
         return self.cached + self.in_use
 
     @property
     def urgency(self) -> int:
-        """The lowest one gives up its blocks first."""
+        """The owner with the lowest urgency gives up its blocks first."""
         _, low, high = self.budget
         if high is not None and self.used > high:
             return _ABOVE_HIGH
@@ -61,18 +62,19 @@ class OwnerUse:
 class TierBudgets:
     """The uses of a tier by all owners, and the queue of its evictable blocks: an ``EvictionQueue`` for each owner.
 
-    ``uses``: by the number of the owner; number 0 stands for all owners without budgets. ``num_protected``: cached
-    blocks that are evicted for nobody. They do not count as available, not even to their owner, which gets blocks as
-    others do, and whose cached blocks may go again as soon as it uses more than its minimum. So blocks are available
-    exactly as promised, whoever asks for them. ``price``: as of an ``EvictionQueue``.
+    ``uses``: by the number of the owner; number 0 is the number of all owners without budgets. ``num_protected``: the
+    number of cached blocks that no request may evict. They do not count as available, not even to their owner: the
+    owner gets blocks as other owners do, and its cached blocks may be evicted again as soon as it uses more than its
+    minimum. So the number of available blocks is the same for every request. ``price``: see ``EvictionQueue``.
     ``taker``: the owner for whose block room is made in a tier below the device. It may evict its own protected blocks,
-    because it uses as many afterwards. ``on_rebuilt``: called when an empty tier without budgets has replaced this one.
+    because it uses as many blocks afterwards. ``on_rebuilt``: called when an empty tier without budgets has replaced
+    this tier.
     """
 
     def __init__(
         self, policy: EvictionPolicy, rank_of: Callable[[CachedBlock], int | None], states: bytearray, cached: int
     ) -> None:
-        """``states``: of the tier's blocks, in which ``cached`` stands for a cached one."""
+        """``states``: the states of the tier's blocks. ``cached``: the state of a cached block."""
         self._policy, self._rank_of = policy, rank_of
         self._states, self._cached_state = states, cached
         self.uses: list[OwnerUse] = []
@@ -88,12 +90,12 @@ class TierBudgets:
     # ---- budgets -------------------------------------------------------------------------------------
 
     def add(self, budget: Budget) -> None:
-        """One more owner, which has no blocks."""
+        """Add an owner, which has no blocks yet."""
         number = len(self.uses)
         self.uses.append(OwnerUse(EvictionQueue[CachedBlock](self._policy, partial(self._rank, number)), budget))
 
     def set(self, number: int, budget: Budget) -> None:
-        """An owner has another budget from now on."""
+        """Give an owner another budget."""
         self.uses[number].budget = budget
         self._count(number, 0, 0)
 
@@ -140,9 +142,9 @@ class TierBudgets:
         self._count(number, cached, not cached)
 
     def more_protected(self, node: CachedBlock, num_released: int) -> int:
-        """By how much ``num_protected`` rises if as many blocks of the owner of ``node`` are released.
+        """By how much ``num_protected`` rises if ``num_released`` blocks of the owner of ``node`` are released.
 
-        A negative number: if as many cached ones are pinned.
+        A negative ``num_released`` is a number of cached blocks that are pinned.
         """
         use = self.uses[node.flags >> OWNER_SHIFT]
         left = use.in_use - num_released
@@ -158,13 +160,13 @@ class TierBudgets:
         self._rank_of = _never
 
     def push(self, block: CachedBlock, rank: int) -> None:
-        """A block may be evicted from now on, as far as budgets let it."""
+        """A block may be evicted from now on, as far as budgets allow."""
         number = block.flags >> OWNER_SHIFT
         self.uses[number].queue.push(block, rank)
         self._changed.add(number)
 
     def pop(self) -> CachedBlock | None:
-        """Take the block to evict first; None if none may be evicted."""
+        """Take the block to evict first; None: no block may be evicted."""
         number = self._first()
         if number is None and (number := self.taker) is None:
             return None
@@ -179,12 +181,12 @@ class TierBudgets:
         return block
 
     def peek(self) -> CachedBlock | None:
-        """The block to evict first, without taking it; None if none may be evicted."""
+        """The block to evict first, without taking it; None: no block may be evicted."""
         number = self._first()
         return None if number is None else self.uses[number].queue.peek()
 
     def first(self, count: int) -> list[CachedBlock]:
-        """The blocks to evict first at present, at most ``count``; approximately, as an ``EvictionQueue`` has them."""
+        """The blocks to evict first at present, at most ``count``, approximately as ``EvictionQueue.first``."""
         found = [
             (use.urgency, self._rank_of(block) or 0, self._policy.value(block), number, place, block)
             for number, use in enumerate(self.uses)
@@ -216,4 +218,4 @@ class TierBudgets:
 
 
 def _never(block: CachedBlock) -> int | None:
-    """Say of a block that it may not be evicted."""
+    """Return no rank: a block may not be evicted."""

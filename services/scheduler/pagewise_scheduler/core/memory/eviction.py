@@ -85,7 +85,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def value_of_new(self, place: int, depth: int) -> float:
-        """The ``value`` of a block at ``depth`` for a snapshot that is taken at a place now (see ``roles``)."""
+        """The ``value`` of the block at ``depth`` with a snapshot that is taken at a place now (see ``roles``)."""
         ...
 
     def probability(self, block: CachedBlock) -> float:

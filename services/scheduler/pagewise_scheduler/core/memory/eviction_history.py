@@ -43,7 +43,7 @@ class LostRun:
     computed them, if known. ``taker``: the first of the ``num_takers`` requests for whose blocks they were evicted.
     ``policy``: class of the eviction policy; ``price``: the value that it gave to the first of them. ``tier``: the
     last tier that had them. ``retaken``: if it is a snapshot, when one was taken again where it had been.
-    ``place``: the blocks that its executor had evicted from their last tiers before.
+    ``place``: the number of blocks that its executor had evicted from their last tiers before the run.
     """
 
     time: float
@@ -92,9 +92,10 @@ class LossLog:
     request for which blocks are being reserved now, or the first of ``num_takers`` requests. ``reason``: why snapshots
     are dropped now.
 
-    The last evicted blocks are a ghost list: what more memory would hold. ``num_evicted``: blocks evicted from their
-    last tiers so far. ``num_ghosts``: the last ones of them that memory would hold which is larger by one GiB.
-    ``spared``: by the name of the API key, the prompt tokens that these ghosts would have spared from being computed.
+    The last evicted blocks are a ghost list: a larger memory would still hold them. ``num_evicted``: the number of
+    blocks evicted from their last tiers so far. ``num_ghosts``: the number of the last evicted blocks that one GiB more
+    would hold. ``spared``: by the name of the API key, the prompt tokens that would not have been computed if these
+    ghosts were cached.
     """
 
     def __init__(self) -> None:
@@ -134,10 +135,11 @@ class LossLog:
         self.lost.add(key_of(node), run)
 
     def count_spared(self, key: str, lost: Iterable[tuple[LostRun, int]], block_size: int) -> None:
-        """A prompt of an API key begins, behind its cached prefix, with these lost blocks: runs, and tokens of each.
+        """Count the tokens of a prompt of an API key that the ghosts would have spared.
 
-        Its request is the last ``taker``; blocks that were evicted for it were there when it came. The end of a prefix
-        is evicted before its beginning, so the blocks of a run that come first were lost last.
+        ``lost``: the lost blocks behind the prompt's cached prefix, as runs with their numbers of tokens. The prompt's
+        request is the last ``taker``: blocks that were evicted for it were cached when it came. The end of a prefix
+        is evicted before its beginning, so the first blocks of a run were lost last.
         """
         for run, tokens in lost:
             if run.reason != "evicted" or run.executor_id != self.executor_id:

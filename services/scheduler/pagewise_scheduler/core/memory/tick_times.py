@@ -1,4 +1,4 @@
-"""The times of an eviction policy's ticks: blocks remember the tick of their last use, and people want its time."""
+"""The times of an eviction policy's ticks: blocks remember the tick of their last use, and reports show its time."""
 
 from bisect import bisect_left
 
@@ -6,7 +6,7 @@ _MOST = 4096
 
 
 class TickTimes:
-    """Samples of an eviction policy's ticks and their times, of which the older half is thinned out when it is full."""
+    """Samples of an eviction policy's ticks and their times. A full table drops every second of its older samples."""
 
     def __init__(self) -> None:
         self._ticks: list[int] = []

@@ -49,10 +49,10 @@ _ALIKE = (
     (new_role(INSIDE), FIRST_KNOWN, 16.0, 0.125),
     (FIRST_KNOWN, NUM_CLASSES, 16.0, 0.1),
 )
-"""Classes of blocks, of new snapshots, of new ones inside of prompts, and of others, up to the second number: how often
-all of them return says something of each, as much as so many of its own. Where nothing is known, they return so many
-times as often as ``_PRIOR_RATES`` say: prompts rarely leave others at a place that nothing else points to, and
-conversations go on from their newest snapshots."""
+"""Groups of classes: blocks, new snapshots, new snapshots inside of prompts, and passed snapshots. Each has its first
+class, the class after its last, the weight of the group's return rates beside a class's own (as a number of prefixes),
+and the factor on ``_PRIOR_RATES`` while nothing is known. The last two factors are low, because few prompts leave
+earlier prompts at an arbitrary place, and because conversations continue from their newest snapshots."""
 _ANNOUNCED, _MOST_ANNOUNCED = 4.0, 0.5
 """Until more is known of a class whose return is announced, it returns so many times as often as all classes do, but
 not in more than half of all cases. If clients announce returns that do not happen, their classes get a low value."""
@@ -111,7 +111,7 @@ class UseHistory:
         return self._densities[kind][_span(self.now - last_used)]
 
     def density_of_new(self, place: int) -> float:
-        """The density of a snapshot that is taken at a place now. It is not known yet how its sequence will end."""
+        """The density of a snapshot that is taken at a place now, before the ending of its sequence is known."""
         return self._new[place]
 
     def probability(self, kind: int, last_used: int) -> float:
@@ -205,7 +205,7 @@ class UseHistory:
         self._next_lesson = self._num_uses + min(self._num_uses, _MOST_BETWEEN_LESSONS)
 
     def _learn_places(self) -> None:
-        """Compute the densities of new snapshots by place: of each ending, as often as it was seen."""
+        """Compute the densities of new snapshots by place: the mean over endings, weighted by their counts."""
         for place in range(NUM_PLACES):
             first = new_role(place)
             counts = [self._reached[kind][0] for kind in range(first, first + NUM_ENDINGS)]

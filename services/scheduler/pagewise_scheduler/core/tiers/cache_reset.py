@@ -1,4 +1,4 @@
-"""Releases cached blocks by an operator's wish: all, or those of one cache salt."""
+"""Releases cached blocks for an operator: all blocks, or the blocks of one cache salt."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from pagewise_scheduler.core.tiers.snapshots import SnapshotPool
 
 @dataclass(slots=True, frozen=True)
 class ResetOutcome:
-    """What a reset released: by the number of each tier, blocks, or pages of a model with several groups of layers.
+    """The result of a reset. ``released``: the number of released blocks by the number of the tier, or of released
+    pages if the model has several groups of layers.
 
     ``num_in_use``: blocks in the prefix tree that stay, because sequences and copies use them or blocks behind them.
     """
@@ -27,8 +28,8 @@ class ResetOutcome:
 def reset_cache(kv: KVCacheManager, salt: str = "") -> ResetOutcome:
     """Release the blocks of a cache salt (see ``is_below``) in all tiers with ids, as far as they are not in use.
 
-    Blocks that the executor has listed by hash, and no prompt has requested yet, are released whatever their salt is:
-    a hash does not tell it.
+    Blocks that the executor has listed by hash, and that no prompt has requested yet, are released under every salt,
+    because a hash does not show the salt.
     """
     used = {number: _num_used(kv, tier) for number, tier in kv.tiers.items()}
     for tier in kv.tiers.values():
@@ -60,7 +61,7 @@ def _snapshot_pools(kv: KVCacheManager) -> Iterator[SnapshotPool]:
 
 
 def _reset(kv: KVCacheManager, root: CachedBlock) -> int:
-    """Release the blocks of a cache salt; returns the number of those that stay."""
+    """Release the blocks of a cache salt; returns the number of blocks that stay."""
     num_in_use = 0
     nodes = [*root.children.values()]
     for node in nodes:  # grows while it is walked: parents come before their children

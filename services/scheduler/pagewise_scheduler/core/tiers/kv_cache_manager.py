@@ -37,7 +37,7 @@ class KVCacheManager(WindowHooks):
     ``tiers``: the tiers with ids by number, with the device; ``hashed``: the tiers without ids. ``eviction_history``:
     the log of lost content. A block that is freed while a step in flight touches it is *retiring*: it keeps its
     reference until the step has returned, so no other sequence writes into it before. ``num_retiring``: their number.
-    ``watchers``: are told of the blocks that come, are used, and leave.
+    ``watchers``: called when a block enters a tier, is used, and leaves it.
 
     A model with several groups of layers has a ``GroupedKVCacheManager``, which counts pages instead of blocks wherever
     memory is counted.

@@ -1,4 +1,4 @@
-"""The budgets of an executor's memory: who owns which blocks, and how much of each tier every owner may keep."""
+"""The budgets of an executor's memory: the owners of its blocks, and their budgets in each tier."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from weakref import proxy
@@ -20,7 +20,7 @@ class MemoryBudgets:
     ``owner_of``: returns the name of the owner of a cache salt. ``longest``: the most tokens of a sequence. ``scaled``:
     the tiers in which the minima were too large together and were made smaller, all by the same factor.
 
-    It watches the tiers' blocks. O(1) for each that comes, leaves, is taken or released, besides the queues.
+    It watches the tiers' blocks. A block that enters, leaves, is pinned or released costs O(1), besides the queues.
     """
 
     def __init__(self, kv: KVCacheManager, owner_of: Callable[[str | None], str], longest: int) -> None:
@@ -36,11 +36,11 @@ class MemoryBudgets:
     # ---- budgets -------------------------------------------------------------------------------------
 
     def try_set(self, budgets: Mapping[str, Mapping[int, Budget]], num_owed: int) -> bool:
-        """Replace the budgets of all owners, unless that takes back blocks that are promised; return whether it is
-        done.
+        """Replace the budgets of all owners, and return True. Return False if that would take back promised blocks.
 
-        ``budgets``: by the name of the owner, and by tier; an owner without any has none. ``num_owed``: blocks of the
-        device that have to stay available. No live request may be longer than ``capacity_of`` these budgets.
+        ``budgets``: by the name of the owner, and by tier; an owner that is missing has no budget. ``num_owed``: the
+        number of blocks of the device that have to stay available. No live request may be longer than ``capacity_of``
+        these budgets.
         """
         self._adopt_new(budgets)
         fitting, scaled = self._fitting(budgets)
@@ -62,14 +62,13 @@ class MemoryBudgets:
         return (self._kv.pool.num_blocks - minima) * self._kv.block_size
 
     def uses(self) -> Iterable[tuple[str, int, OwnerUse]]:
-        """The use of each tier by each owner: the owner's name, the tier, the use."""
+        """Yield the use of each tier by each owner, as the owner's name, the tier and the use."""
         for owner, number in self._numbers.items():
             for tier, budgets in self._tiers.items():
                 yield owner, tier, budgets.uses[number]
 
     def _fitting(self, budgets: Mapping[str, Mapping[int, Budget]]) -> tuple[dict[int, list[Budget]], frozenset[int]]:
-        """The budgets by tier and by the number of the owner, with minima that fit, and the tiers where they were
-        scaled.
+        """The budgets by tier and by the number of the owner, with minima that fit, and the tiers with scaled minima.
 
         A request of the longest length has to fit beside the minima. Otherwise it would wait for ever.
         """
@@ -114,7 +113,7 @@ class MemoryBudgets:
             self._adopt([one for one in self._kv.pool.tree.roots if self._owner_of_root(one) in new])
 
     def _adopt(self, roots: Sequence[CachedBlock]) -> None:
-        """Let the blocks below these roots belong to the owners of their cache salts."""
+        """Assign the blocks below these roots to the owners of their cache salts."""
         tiers = self._kv.tiers
         for root in roots:
             number = self._numbers.get(self._owner_of_root(root), 0)

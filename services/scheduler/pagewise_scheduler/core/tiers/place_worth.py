@@ -1,11 +1,11 @@
-"""Which places of a prompt are worth a snapshot of states, and the places inside of prompts that are.
+"""Decides which places of a prompt take snapshots of states, and chooses places inside of prompts.
 
-A snapshot is worth the seconds that it saves, times its expected uses, per page. Free pages cost nothing. Other pages
-cost the value of the memory that is evicted for them. So a long prompt takes snapshots inside of it, too: densely while
-pages are free, else as far from each other as the saved seconds outweigh what is evicted. And a place where a snapshot
-is clearly worth less than other memory takes none.
+The value of a snapshot is the seconds that it saves, times its expected uses, per page. Free pages cost nothing. Other
+pages cost the value of the memory that is evicted for them. So a long prompt takes snapshots inside, too: densely while
+pages are free, else so far from each other that the value of each snapshot exceeds the value of the evicted memory. A
+place takes no snapshot if the value of the snapshot is clearly lower than the value of the evicted memory.
 
-A place that takes none is remembered as if it had taken one that was lost. So life tables learn what is missed there.
+A skipped place is remembered as if its snapshot had been lost, so that life tables learn the missed uses.
 """
 
 from bisect import insort
@@ -21,16 +21,16 @@ from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _LEAST_TOKENS = 64
 _LEAST_SHARE = 2
-"""Places inside of a prompt are so far from each other that the KV between them takes at least one in so many bytes of
-a snapshot."""
+"""The KV between two places inside of a prompt takes at least the bytes of a snapshot, divided by this number."""
 _MOST_PLACES = 32
-"""Places inside of a prompt."""
+"""Maximum number of places inside of a prompt."""
 _FREE_SHARE = 2
-"""One in so many of the free pages may be taken by the snapshots inside of one prompt."""
+"""The snapshots inside of one prompt may take the free pages, divided by this number."""
 _CLEARLY = 16.0
-"""A snapshot that the rules of places promise is not taken if other memory is worth so many times as much."""
+"""A place near the end of a prompt, a junction or a declared place is skipped if other memory is worth more than its
+snapshot, times this number."""
 _TIMES_MORE = 2.0
-"""A snapshot inside of a prompt is worth so many times as much as what is evicted for it: many are never used."""
+"""A snapshot inside of a prompt has to be worth the evicted memory, times this number, because many are never used."""
 _LEAST_VALUE = 1e-12
 
 
@@ -57,7 +57,7 @@ class PlaceWorth:
         self._least = max(least, -(-_LEAST_TOKENS // group.block_size))
 
     def expect(self, table: BlockTable, begin: int, num_blocks: int) -> None:
-        """A prompt of ``num_blocks`` full blocks is computed, of which ``begin`` are cached."""
+        """A prompt of ``num_blocks`` full blocks is to be computed, and ``begin`` of them are cached."""
         one = self._of(table)
         one.since, one.num_blocks = begin, num_blocks
         one.step = max(self._least, -(-(num_blocks - begin) // _MOST_PLACES))
@@ -68,7 +68,7 @@ class PlaceWorth:
         return one
 
     def choose(self, table: BlockTable, start: int, stop: int) -> None:
-        """The tokens from ``start`` to ``stop`` of a prompt are to be computed: choose among the places there."""
+        """Choose among the places in the tokens from ``start`` to ``stop`` of a prompt, which are to be computed."""
         one, size = self._of(table), table.block_size
         if not one.step or start >= stop:
             return
@@ -85,7 +85,7 @@ class PlaceWorth:
         one.since = max(one.since, *taken, 0)
 
     def _is_promised(self, table: BlockTable, depth: int, since: int) -> bool:
-        """Whether a place takes a snapshot, unless it is clearly not worth its pages and those that go with it."""
+        """Whether a place takes a snapshot: its value is not clearly below the value of the pages that it occupies."""
         place, saved, pages = JUNCTION, max(0, depth - since), self._group.pages_per_block
         if depth in table.tails:
             place, pages = PROMPT, pages + saved * self._block_pages
@@ -93,10 +93,10 @@ class PlaceWorth:
         return _CLEARLY * self._policy.value_of_new(place, depth) * saved >= price * pages
 
     def _choose_inside(self, table: BlockTable, one: StateTable, start: int, stop: int, spare: int) -> None:
-        """Add places between those that are due, as far as the sequence has blocks of states for them.
+        """Add places between the places that are due, as far as the sequence has blocks of states for them.
 
-        It keeps the states behind its last full block anyway, if the prompt goes on. One block is left for its next
-        chunk.
+        If the prompt continues after this chunk, the sequence keeps the states behind its last full block anyway, and
+        one block is left for its next chunk.
         """
         size, group, due = table.block_size, self._group, table.due
         first, last = start // size, stop // size
@@ -126,7 +126,7 @@ class PlaceWorth:
             since = depth
 
     def _apart(self, one: StateTable, since: int, spare: int) -> int:
-        """How many blocks behind ``since`` a snapshot is worth its pages."""
+        """The number of blocks behind ``since`` from which on a snapshot is worth its pages."""
         pages, most = self._group.pages_per_block, one.num_blocks
         blocks = most if spare <= 0 else _FREE_SHARE * (most - since) * pages / spare
         if (price := self._group.next_value()) is not None:
@@ -136,7 +136,7 @@ class PlaceWorth:
 
 
 def place_in(table: BlockTable, one: WindowTable, depth: int) -> int:
-    """What is at a place where a prompt takes a snapshot (see ``roles``). ``one``: the table of the group."""
+    """The kind of a place where a prompt takes a snapshot (see ``roles``). ``one``: the table of the group."""
     if depth in table.tails:
         return PROMPT
     return INSIDE if isinstance(one, StateTable) and depth in one.inside else JUNCTION
@@ -149,7 +149,7 @@ def worth_of(
     block_pages: int,
     owed: Callable[[BlockTable, int], int],
 ) -> PlaceWorth | None:
-    """For the states among ``groups``; None: there are none, or their values are not learned."""
+    """The ``PlaceWorth`` of the group of states in ``groups``; None: no group has states, or values are not learned."""
     states = [group for group in groups if isinstance(group, StateGroup)]
     return (
         PlaceWorth(states[0], arena, policy, block_pages, owed, alone=len(groups) == 1)

@@ -42,8 +42,8 @@ class Pool:
     ``number``: the number of the tier on the wire. ``below``: the next tier down, if there is one. ``lower``: all tiers
     below that have ids too. ``num_cached``: number of cached blocks. ``states``: the state of each block, a byte, for
     the console. ``recoverable``: cached blocks that the executor has listed by hash in its Hello, and that no prompt
-    has requested yet; they are evicted first. ``watchers``: are told of the blocks that come and leave. ``budgets``: of
-    the owners of its blocks; None: no owner has one.
+    has requested yet; they are evicted first. ``watchers``: called when a block enters and leaves. ``budgets``: the
+    budgets of the owners of its blocks; None: no owner has a budget.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Pool:
         return len(last) - (self.budgets.more_protected(known[0], len(known)) if known else 0)
 
     def num_shared(self, nodes: Sequence[CachedBlock]) -> int:
-        """By how much less ``num_available`` falls if a sequence begins with these blocks than with as many new ones:
+        """By how much less ``num_available`` falls if a sequence begins with these blocks than with as many new blocks:
         some are in use already, or are protected."""
         references = self._references
         shared = sum(1 for node in nodes if references[node.block] > 0)

@@ -37,7 +37,7 @@ from pagewise_scheduler.core.tiers.window_recovery import ResumePoint, WindowPla
 
 _PLACES = 4
 """The number of places with snapshots in lower tiers that are weighed: the last ones on the path, ``MARGIN`` tokens or
-more apart, because a snapshot of windows has places that near to each other."""
+more apart, because the places of one snapshot of windows are within ``MARGIN`` tokens."""
 
 _VICTIMS = 16
 """The number of sequences to compare when one of them must be preempted."""
@@ -135,8 +135,8 @@ class RecoveryPlanner:
     def _below(
         self, start: int, offloaded: Sequence[CachedBlock], holder: Callable[[CachedBlock], HoldWindows]
     ) -> list[ResumePoint]:
-        """The last places in ``offloaded`` behind which a sequence can begin with windows of own tiers, the last one
-        first. ``holder``: returns what holds the windows behind a node."""
+        """The last places in ``offloaded`` behind which a sequence can begin with windows of own tiers, the last place
+        first. ``holder``: returns the function that holds the windows behind a node."""
         most = 1 if self.policy.mode == "swap" else _PLACES  # "swap" loads all that there is
         apart, found = -(-MARGIN // self._kv.block_size), list[ResumePoint]()
         end = len(offloaded)

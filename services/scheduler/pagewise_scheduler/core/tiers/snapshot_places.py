@@ -25,7 +25,7 @@ _MOST_COUNTED = 512.0
 
 
 class SnapshotPlaces:
-    """Chooses places by what was seen of earlier prompts. ``worth``: of states, whose values are learned."""
+    """Chooses places by statistics of earlier prompts. ``worth``: decides for states whose values are learned."""
 
     def __init__(self, worth: PlaceWorth | None) -> None:
         self._worth = worth

@@ -18,8 +18,8 @@ _LEAST_BETWEEN_LOOKS, _SHARE_BETWEEN_LOOKS = 8, 8
 
 @dataclass(slots=True)
 class Inherited:
-    """The class and the last use of a lost snapshot, at the snapshot before it: sequences that would have begun with
-    the lost one begin there, until one does."""
+    """The class and the last use of a lost snapshot, which the snapshot before it has beside its own until a sequence
+    begins with it: sequences that would have begun with the lost snapshot begin there."""
 
     kind: int
     last_used: int
@@ -75,10 +75,11 @@ class StateQueue:
             snapshot.since = before.depth if before is not None else 0
 
     def bequeath(self, snapshot: "Snapshot") -> None:
-        """A snapshot is lost: those that would begin with it begin with the one before it from now on.
+        """A snapshot is lost: sequences that would begin with it begin with the snapshot before it from now on.
 
-        The latter has both lives, because only later it may be learned what either is worth: where no prompt has the
-        tokens of an answer, what the snapshot at its end leaves must not count for the one near the prompt's end.
+        The earlier snapshot keeps its own class and last use beside the lost snapshot's, because the value of either
+        class may be learned only later: if no prompt has the tokens of answers, the class of a lost snapshot at the end
+        of an answer must not replace the class of the snapshot near the end of the prompt.
         """
         self._find_before(snapshot)
         if not self._policy.learns or snapshot.before is None:

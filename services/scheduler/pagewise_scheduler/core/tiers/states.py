@@ -88,10 +88,11 @@ class StateGroup(WindowGroup):
         """Let a table have a block to which the tokens from ``start`` to ``num_tokens`` are written.
 
         It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. In a prompt
-        that goes on it also keeps those behind its last full block, with which it begins again if it is preempted. If
-        it would have more than ``most_blocks``, it gives up these, then the declared ones that save the least, then
-        those at ``start``, unless others use the block that has them. Returns (token, block) for each block to which
-        states are written from a token on, and copies.
+        that goes on, the table also keeps the states behind its last full block, with which it begins again if it is
+        preempted. If it would have more than ``most_blocks``, it gives up states in this order: behind the last full
+        block, at the places inside of the prompt and then at the declared places that save the least, and at ``start``,
+        unless others use the block that has them. Returns (token, block) for each block to which states are written
+        from a token on, and copies.
         """
         assert isinstance(table, StateTable)
         copies: list[BlockCopy] = []
@@ -137,8 +138,8 @@ class StateGroup(WindowGroup):
     def ended(self, table: BlockTable) -> None:
         """A sequence has ended: the snapshots on its path have other roles from now on.
 
-        The last one that an earlier sequence took counts as begun with, even if it was lost meanwhile. One inside of a
-        prompt that was lost or skipped does not keep the one before it from counting.
+        The sequence counts as a use of the last snapshot that an earlier sequence took, even if the snapshot was lost
+        meanwhile. If that snapshot was inside of a prompt and lost or skipped, the snapshot before it counts, too.
         """
         policy, is_begun, is_missed, one = self._policy, False, False, table.windows[self.number - 1]
         assert isinstance(one, StateTable)
