@@ -269,6 +269,7 @@ async def test_operators_reset_the_cache(key_file: Path) -> None:
         for wrong in ({"salt": "a", "key": "b"}, {"salt": ""}, {"reset_running_requests": True}, {"sault": "a"}):
             assert (await server.post(path, wrong, **ops))[0] == 400
         assert (await server.http.post(server.url + path + "?sault=a", headers=ops)).status == 400
+        assert (await server.post(path + "?key=bob", {}, **ops))[0] == 400, "else the caches of all keys were reset"
         assert len(server.scheduler.resets) == 5
         async with server.http.get(server.url + "/debug/cache?key=bob&limit=x", headers=ops) as response:
             assert response.status == 400
