@@ -75,8 +75,8 @@ async def test_budgets_of_chats() -> None:
 async def test_budgets_of_completions_depend_on_the_prompt() -> None:
     async with serving(tokenizer=TOKENIZER, **HERMES) as server:
 
-        async def asked(prompt: Any) -> ThinkingBudget | None:
-            extra = {"thinking_token_budget": 5}
+        async def asked(prompt: Any, num_tokens: int = 5) -> ThinkingBudget | None:
+            extra = {"thinking_token_budget": num_tokens}
             await server.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra)
             return thinking(server)
 
@@ -86,6 +86,7 @@ async def test_budgets_of_completions_depend_on_the_prompt() -> None:
         assert await asked("Hallo<think>a</think>") is None
         with pytest.raises(openai.BadRequestError, match="some of the prompts begin the reasoning"):
             await asked(["Hallo", "Hallo<think>"])
+        assert await asked(["Hallo", "Hallo<think>"], -1) is None
 
 
 async def test_budgets_of_responses_and_messages() -> None:

@@ -105,7 +105,7 @@ class ThinkingBudgets:
             InvalidRequestError: some prompts begin it and others do not.
             UnsupportedParameterError: the reasoning of this model cannot be limited.
         """
-        if body.thinking_token_budget is None:
+        if body.thinking_token_budget in (None, _NO_LIMIT):
             return None
         starts = {self._start(prompt) for prompt in prompts}
         if len(starts) > 1:
