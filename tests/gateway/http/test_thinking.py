@@ -146,6 +146,18 @@ async def test_gpt_oss_goes_on_with_another_message(tools: Any) -> None:
     assert (found.num_tokens, found.end, found.opens_within) == (6, found.forced[0], UNLIMITED)
 
 
+async def test_the_marker_of_calls_ends_reasoning_where_the_format_says_so() -> None:
+    marker = "<|tool_calls_section_begin|>"
+    tokenizer = Tokenizer(
+        byte_level_backend(("<think>", "</think>", marker)), eos_token_ids=frozenset({0}), chat_template=TEMPLATE
+    )
+    async with serving(tokenizer=tokenizer, tool_call_parser="kimi_k2", reasoning_parser="kimi_k2") as server:
+        await server.post("/v1/completions", {"prompt": "Hallo<think>", "thinking_token_budget": 5})
+        found = thinking(server)
+    assert found is not None
+    assert found.other_ends == (tokenizer.special_tokens[marker],)
+
+
 async def test_the_end_of_reasoning_may_say_more_than_its_delimiter() -> None:
     ending = "Enough.\n</think>\n"
     config = json.dumps({"reasoning_start_str": "<think>", "reasoning_end_str": ending})
