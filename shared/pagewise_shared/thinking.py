@@ -27,6 +27,7 @@ class ThinkingBudget(Struct, frozen=True, array_like=True, omit_defaults=True):
         opening: the tokens that begin thinking.
         opens_within: thinking begins only if ``opening`` begins within this number of first tokens of the output. 0:
             the output begins with thinking, and has no further thinking later.
+        other_ends: tokens that end thinking too, because calls begin with them.
     """
 
     num_tokens: int
@@ -34,6 +35,7 @@ class ThinkingBudget(Struct, frozen=True, array_like=True, omit_defaults=True):
     forced: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_FORCED)]
     opening: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_OPENING)]
     opens_within: int = 0
+    other_ends: Annotated[tuple[int, ...], Meta(max_length=MAX_OPENING)] = ()
 
     def error(self, vocab_size: int) -> str | None:
         """Return why the values are invalid for a vocabulary of this size (0: unknown); None if they are valid."""
@@ -41,9 +43,11 @@ class ThinkingBudget(Struct, frozen=True, array_like=True, omit_defaults=True):
             return f"a thinking budget of {self.num_tokens} tokens, which begins within {self.opens_within}"
         if not (0 < len(self.forced) <= MAX_FORCED and 0 < len(self.opening) <= MAX_OPENING):
             return f"a thinking budget with {len(self.forced)} forced tokens and {len(self.opening)} of the opening"
+        if len(self.other_ends) > MAX_OPENING:
+            return f"a thinking budget with {len(self.other_ends)} other ends"
         if self.end not in self.forced:
             return "a thinking budget whose forced tokens do not end the thinking"
-        tokens = self.end, *self.forced, *self.opening
+        tokens = self.end, *self.forced, *self.opening, *self.other_ends
         if min(tokens) < 0 or max(tokens) > UNLIMITED or (vocab_size and max(tokens) >= vocab_size):
             return f"a thinking budget with a token outside the vocabulary of {vocab_size}"
         return None
@@ -52,11 +56,12 @@ class ThinkingBudget(Struct, frozen=True, array_like=True, omit_defaults=True):
 class ThinkingState:
     """Counts the thinking of one output. ``num_tokens``: the number of tokens of the output so far."""
 
-    __slots__ = ("_budget", "_inside", "_num_forced", "_num_opened", "_used", "num_tokens")
+    __slots__ = ("_budget", "_ends", "_inside", "_num_forced", "_num_opened", "_used", "num_tokens")
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self.num_tokens = 0
         self._budget = budget
+        self._ends = frozenset((budget.end, *budget.other_ends))
         self._inside = budget.opens_within == 0
         self._used = 0
         self._num_opened = 0  # tokens of the opening at the end of the output
@@ -65,7 +70,7 @@ class ThinkingState:
     def extend(self, tokens: Sequence[int]) -> None:
         """Take the next tokens of the output."""
         budget, used = self._budget, self._used + len(tokens)
-        if self._inside and not self._num_forced and used <= budget.num_tokens and budget.end not in tokens:
+        if self._inside and not self._num_forced and used <= budget.num_tokens and self._ends.isdisjoint(tokens):
             self._used, self.num_tokens = used, self.num_tokens + len(tokens)
             return
         for token in tokens:
@@ -77,7 +82,7 @@ class ThinkingState:
         if (forced := self.forced) is not None:
             self._num_forced = (self._num_forced + 1) % len(budget.forced) if token == forced else 0
         if self._inside:
-            if token == budget.end:
+            if token in self._ends:
                 self._inside = False
             else:
                 self._used += 1

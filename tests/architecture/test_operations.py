@@ -8,17 +8,19 @@ import msgspec
 import pytest
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.metrics import MEMORY_EVENTS
-from pagewise_shared.config import VARIABLE_PREFIX, options_of
+from pagewise_shared.config import VARIABLE_PREFIX, Option, options_of
 from pagewise_shared.protocol import POOL_TIERS, Blocks, FromExecutor, FromScheduler, ReadBlocks
 from pagewise_shared.protocol.gateway_messages import FromGateway, ToGateway
 
-from docs import tables, wire_tables
+from docs import metric_tables, option_tables, tables, wire_tables
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 COMPOSE = (ROOT / "compose.yaml").read_text()
-OPTIONS = {option.variable: option for config in tables.COMMANDS.values() for option in options_of(config).values()}
-METRICS = {metric.name: metric for metric in tables.metrics()}
+OPTIONS = {
+    option.variable: option for config in option_tables.COMMANDS.values() for option in options_of(config).values()
+}
+METRICS = {metric.name: metric for metric in metric_tables.metrics()}
 
 
 @pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: path.name)
@@ -37,7 +39,7 @@ def test_every_option_and_every_metric_is_in_a_table() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: str(option.name))
-def test_every_option_says_what_it_is(option: tables.Option) -> None:
+def test_every_option_says_what_it_is(option: Option) -> None:
     assert option.meta.get("text")
 
 

@@ -2,6 +2,7 @@
 
 import queue
 from collections import deque
+from collections.abc import Sequence
 from time import monotonic
 
 import msgspec
@@ -111,14 +112,33 @@ def drive(runner: Runner, scheduler: Scheduler, requests: list[Request], arrive_
         steps += 1
 
 
-def some_steps(runner: Runner, scheduler: Scheduler, count: int) -> None:
-    """Run ``count`` steps, one at a time."""
-    for _ in range(count):
-        plan = scheduler.schedule(monotonic())
-        assert plan is not None
-        received = decode_from_scheduler(encode(plan))
-        assert isinstance(received, StepPlan)
-        scheduler.update(runner.execute(received).result())
+def run_moved(stays: Sequence[tuple[Runner, int]], requests: list[Request]) -> None:
+    """Run requests for a number of steps on each of these runners in turn, one step at a time, and to their end on the
+    first one."""
+    coming = list(requests)
+    for runner, count in stays:
+        scheduler = Scheduler(num_blocks=400, block_size=8, max_num_seqs=16, max_num_batched_tokens=64)
+        runner.reset(Welcome(1, 16, 64))
+        for one in coming:
+            scheduler.add(one)
+        for _ in range(count):
+            plan = scheduler.schedule(monotonic())
+            assert plan is not None
+            received = decode_from_scheduler(encode(plan))
+            assert isinstance(received, StepPlan)
+            scheduler.update(runner.execute(received).result())
+        scheduler.release_all()
+        coming = [one for one in coming if not one.finished]
+        assert coming
+    runner, _ = stays[0]
+    runner.reset(Welcome(1, 16, 64))
+    scheduler = Scheduler(num_blocks=400, block_size=8, max_num_seqs=16, max_num_batched_tokens=64)
+    drive(runner, scheduler, coming)
+
+
+def outputs_of(requests: list[Request]) -> list[list[int]]:
+    """The tokens of all outputs, in order."""
+    return [sequence.output_token_ids.tolist() for one in requests for sequence in one.sequences]
 
 
 def _send_messages(runner: Runner, scheduler: Scheduler) -> int:

@@ -4,10 +4,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import Welcome
 
-from tests.executor.driver import drive, request, run_requests, some_steps
+from tests.executor.driver import outputs_of, request, run_moved, run_requests
 from tests.executor.runners import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
 
@@ -31,10 +29,6 @@ def constrained() -> list[Request]:
     ]
 
 
-def tokens(requests: list[Request]) -> list[list[int]]:
-    return [sequence.output_token_ids.tolist() for one in requests for sequence in one.sequences]
-
-
 def test_constraints_hold_under_preemption_and_moves(tmp_path: Path) -> None:
     build_model("llama", tmp_path, seed=7)
     runner, other = build_runner(tmp_path), build_runner(tmp_path)
@@ -42,8 +36,8 @@ def test_constraints_hold_under_preemption_and_moves(tmp_path: Path) -> None:
     for one in alone:
         run_requests(runner, [one])
     for number in (0, 1, 5):
-        assert {token for output in tokens([alone[number]]) for token in output} <= set(ALLOWED)
-    for output in tokens([alone[1]]):
+        assert {token for output in outputs_of([alone[number]]) for token in output} <= set(ALLOWED)
+    for output in outputs_of([alone[1]]):
         assert ALLOWED[1] not in output
         assert (ALLOWED[2], ALLOWED[3]) not in pairwise(output)
     free = [
@@ -51,23 +45,14 @@ def test_constraints_hold_under_preemption_and_moves(tmp_path: Path) -> None:
         for number, one in enumerate(alone)
     ]
     run_requests(runner, free)
-    differ = [ours != theirs for ours, theirs in zip(tokens(alone), tokens(free), strict=True)]
+    differ = [ours != theirs for ours, theirs in zip(outputs_of(alone), outputs_of(free), strict=True)]
     assert differ == [True] * 6 + differ[6:8] + [False] * 2 + [True] * 2
 
     preempted = constrained()
     scheduler, _ = run_requests(runner, preempted, num_blocks=16, max_num_seqs=8)
     assert scheduler.num_preemptions > 0
-    assert tokens(preempted) == tokens(alone)
+    assert outputs_of(preempted) == outputs_of(alone)
 
     moved = constrained()
-    for each, count in ((runner, 9), (other, 13)):
-        scheduler = Scheduler(num_blocks=400, block_size=8, max_num_seqs=16, max_num_batched_tokens=64)
-        each.reset(Welcome(1, 16, 64))
-        for one in moved:
-            scheduler.add(one)
-        some_steps(each, scheduler, count)
-        scheduler.release_all()
-    scheduler = Scheduler(num_blocks=400, block_size=8, max_num_seqs=16, max_num_batched_tokens=64)
-    runner.reset(Welcome(1, 16, 64))
-    drive(runner, scheduler, moved)
-    assert tokens(moved) == tokens(alone)
+    run_moved([(runner, 9), (other, 13)], moved)
+    assert outputs_of(moved) == outputs_of(alone)

@@ -9,13 +9,12 @@ import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
 from pagewise_shared.thinking import ThinkingBudget
 
-from tests.executor.driver import drive, request, run_requests, some_steps
+from tests.executor.driver import request, run_moved, run_requests
 from tests.executor.runners import build_runner
 from tests.model_builders import VOCAB_SIZE, build_model
 
@@ -100,17 +99,8 @@ def test_budgets_hold_beside_others_under_preemption_and_moves(
     assert scheduler.num_preemptions > 0
     assert by_kind(preempted) == alone
 
-    moved, other = asked(), build_runner(path)
-    for each, count in ((runner, 9), (other, 8), (runner, 3)):
-        scheduler = Scheduler(num_blocks=400, block_size=8, max_num_seqs=16, max_num_batched_tokens=64)
-        each.reset(Welcome(1, 16, 64))
-        for one in moved:
-            scheduler.add(one)
-        some_steps(each, scheduler, count)
-        scheduler.release_all()
-    scheduler = Scheduler(num_blocks=400, block_size=8, max_num_seqs=16, max_num_batched_tokens=64)
-    runner.reset(Welcome(1, 16, 64))
-    drive(runner, scheduler, moved)
+    moved = asked()
+    run_moved([(runner, 9), (build_runner(path), 8), (runner, 3)], moved)
     assert by_kind(moved) == alone
 
 

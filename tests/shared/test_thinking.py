@@ -19,7 +19,8 @@ def budgets(draw: st.DrawFn) -> ThinkingBudget:
         draw(st.lists(tokens, max_size=2)),
     )
     within = draw(st.sampled_from((0, 1, 3, UNLIMITED)))
-    return ThinkingBudget(draw(st.integers(0, 4)), END, (*before, END, *after), OPENING, within)
+    others = draw(st.sampled_from(((), (0,))))
+    return ThinkingBudget(draw(st.integers(0, 4)), END, (*before, END, *after), OPENING, within, others)
 
 
 def num_thoughts(budget: ThinkingBudget, output: list[int]) -> int:
@@ -27,7 +28,7 @@ def num_thoughts(budget: ThinkingBudget, output: list[int]) -> int:
     inside, count, at = budget.opens_within == 0, 0, 0
     while at < len(output):
         if inside:
-            inside = output[at] != END
+            inside = output[at] not in (END, *budget.other_ends)
             count += inside
         elif tuple(output[at : at + 2]) == OPENING and at < budget.opens_within:
             inside = True
@@ -64,6 +65,13 @@ def test_forced_tokens_come_when_the_budget_is_used_up_and_not_before(budget: Th
     whole.extend(output)
     for other in (half, whole):
         assert [getattr(other, name) for name in SHOWN] == [getattr(state, name) for name in SHOWN]
+
+
+def test_a_call_that_ends_thinking_is_not_cut_in_two() -> None:
+    state = ThinkingState(ThinkingBudget(3, END, (END,), OPENING, other_ends=(4,)))
+    for token in (0, 4, 0, 0, 0, 0):
+        state.push(token)
+        assert state.forced is None
 
 
 def test_a_refused_token_is_forced_again() -> None:

@@ -19,10 +19,10 @@ from pagewise_gateway.text.output_parsing.formats import ReasoningFormat
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
-from pagewise_shared.protocol import StepPlan, TokenLogprobs, Welcome, decode_from_scheduler, encode, unpack_int32s
+from pagewise_shared.protocol import TokenLogprobs, Welcome, unpack_int32s
 from pagewise_shared.thinking import ThinkingBudget
 
-from tests.executor.driver import drive, request, run_requests
+from tests.executor.driver import outputs_of, request, run_moved, run_requests
 from tests.executor.runners import build_runner
 from tests.structured import EOS, SPECIAL, VOCAB_SIZE, Reference, build_structured_model, random_grammar, text_of
 
@@ -73,10 +73,6 @@ def many(count: int, seed: int = 1) -> tuple[list[Request], list[Callable[[str],
         requests.append(structured(grammar, rng.choice([12, 40]), f"m{number}", seed=number, n=n, **settings))
         checks += [check] * n
     return requests, checks
-
-
-def outputs(requests: list[Request]) -> list[list[int]]:
-    return [sequence.output_token_ids.tolist() for one in requests for sequence in one.sequences]
 
 
 def check_texts(path: Path, requests: list[Request], checks: list[Callable[[str], bool]]) -> int:
@@ -138,35 +134,17 @@ def test_chunks_small_pools_and_recoveries_change_nothing(
         recovery=recovery,
     )
     assert scheduler.num_preemptions > 0
-    assert outputs(together) == outputs(alone)
-    assert outputs(plain) == outputs(by_themselves)
+    assert outputs_of(together) == outputs_of(alone)
+    assert outputs_of(plain) == outputs_of(by_themselves)
 
 
 def test_moves_to_another_executor_change_nothing(runner: ModelRunner, model_path: Path) -> None:
     alone, _ = many(8, seed=4)
     for one in alone:
         run_requests(runner, [one])
-    other = build_runner(model_path)
     moved, _ = many(8, seed=4)
-    for each, steps in ((runner, 5), (other, 9)):
-        scheduler = Scheduler(num_blocks=400, block_size=8, max_num_seqs=16, max_num_batched_tokens=64)
-        each.reset(Welcome(1, 16, 64))
-        for one in moved:
-            scheduler.add(one)
-        for _ in range(steps):
-            plan = scheduler.schedule(monotonic())
-            assert plan is not None
-            received = decode_from_scheduler(encode(plan))
-            assert isinstance(received, StepPlan)
-            scheduler.update(each.execute(received).result())
-        scheduler.release_all()
-        moved = [one for one in moved if not one.finished] + [one for one in moved if one.finished]
-        unfinished = [one for one in moved if not one.finished]
-        assert unfinished
-    scheduler = Scheduler(num_blocks=400, block_size=8, max_num_seqs=16, max_num_batched_tokens=64)
-    runner.reset(Welcome(1, 16, 64))
-    drive(runner, scheduler, [one for one in moved if not one.finished])
-    assert sorted(outputs(moved)) == sorted(outputs(alone))
+    run_moved([(runner, 5), (build_runner(model_path), 9)], moved)
+    assert outputs_of(moved) == outputs_of(alone)
 
 
 def test_where_other_parameters_leave_no_token_the_grammar_decides(runner: ModelRunner, model_path: Path) -> None:
@@ -216,7 +194,7 @@ def test_reasoning_ends_when_its_budget_is_used_up(runner: ModelRunner, model_pa
     alone, late = asked(), 0
     for one in alone:
         run_requests(runner, [one])
-    for number, (output,) in enumerate(outputs([one]) for one in alone):
+    for number, (output,) in enumerate(outputs_of([one]) for one in alone):
         start, thinking = kinds[number % 3]
         first, last = 0 if start == "reasoning" else output.index(opening) + 1, output.index(end)
         assert text_of(model_path, output[last:]).strip() in ("12", "abc")
@@ -227,7 +205,7 @@ def test_reasoning_ends_when_its_budget_is_used_up(runner: ModelRunner, model_pa
     together = asked()
     scheduler, _ = run_requests(runner, together, num_blocks=9, max_num_seqs=8)
     assert scheduler.num_preemptions > 0
-    assert outputs(together) == outputs(alone)
+    assert outputs_of(together) == outputs_of(alone)
 
 
 def test_log_probabilities_are_those_of_the_model(runner: ModelRunner, model_path: Path) -> None:
@@ -273,7 +251,7 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_row(runner: ModelRunner
     assert not failed["vast"][0]
     assert "Too many items" in failed["vast"][1]
     assert good.sequences[0].finish_reason == "stop"
-    assert outputs([unknown]) == [[]]
+    assert outputs_of([unknown]) == [[]]
 
 
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def test_the_rights_behind_one_key_hold_for_all_keys_of_the_name() -> None:
         ("alice: sk-secret share=a/b", "share takes"),
         ("alice: sk-secret memory.min=2XB", "memory.min takes a size such as 2GiB, or a share"),
         ("alice: sk-secret memory.min=-1", "memory.min takes"),
+        ("alice: sk-secret memory.min=2000TiB", "memory.min is more than 1024TiB"),
+        (f"alice: sk-secret memory.min={'9' * 400}", "memory.min takes"),
         ("alice: sk-secret memory.low=120%", "memory.low is more than 100%"),
         ("alice: sk-secret memory.min=30% memory.high=20%", "min of the memory is more than high"),
         ("alice: sk-secret memory.host.low=2GiB memory.host.high=1GiB", "low of the memory is more than high"),
@@ -129,6 +131,8 @@ def test_budgets_of_memory() -> None:
     )
     assert clients["b"].memory == clients["c"].memory == (MemoryBudget(DEVICE, MemorySize(share=0.5)),)
     assert clients["b"].owner == "group:team"
+    whole = [f"k{number}: sk-{number} memory.min={share}%" for number, share in enumerate((4, 3, 20, 8, 8, 1, 2, 4))]
+    assert Keyring(",".join(whole), None, KeyLimits(), Metrics("m")).find("sk-0"), "a sum of floats may be above 50%"
 
 
 @pytest.mark.parametrize(
@@ -269,6 +273,7 @@ async def test_operators_reset_the_cache(key_file: Path) -> None:
         for wrong in ({"salt": "a", "key": "b"}, {"salt": ""}, {"reset_running_requests": True}, {"sault": "a"}):
             assert (await server.post(path, wrong, **ops))[0] == 400
         assert (await server.http.post(server.url + path + "?sault=a", headers=ops)).status == 400
+        assert (await server.post(path + "?key=bob", {}, **ops))[0] == 400, "else the caches of all keys were reset"
         assert len(server.scheduler.resets) == 5
         async with server.http.get(server.url + "/debug/cache?key=bob&limit=x", headers=ops) as response:
             assert response.status == 400

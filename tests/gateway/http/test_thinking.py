@@ -75,8 +75,8 @@ async def test_budgets_of_chats() -> None:
 async def test_budgets_of_completions_depend_on_the_prompt() -> None:
     async with serving(tokenizer=TOKENIZER, **HERMES) as server:
 
-        async def asked(prompt: Any) -> ThinkingBudget | None:
-            extra = {"thinking_token_budget": 5}
+        async def asked(prompt: Any, num_tokens: int = 5) -> ThinkingBudget | None:
+            extra = {"thinking_token_budget": num_tokens}
             await server.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra)
             return thinking(server)
 
@@ -86,6 +86,7 @@ async def test_budgets_of_completions_depend_on_the_prompt() -> None:
         assert await asked("Hallo<think>a</think>") is None
         with pytest.raises(openai.BadRequestError, match="some of the prompts begin the reasoning"):
             await asked(["Hallo", "Hallo<think>"])
+        assert await asked(["Hallo", "Hallo<think>"], -1) is None
 
 
 async def test_budgets_of_responses_and_messages() -> None:
@@ -143,6 +144,18 @@ async def test_gpt_oss_goes_on_with_another_message(tools: Any) -> None:
     assert decoded == f"<|end|><|start|>assistant<|channel|>{rest}"
     assert HARMONY_TOKENIZER.decode(found.opening, skip_special_tokens=False) == "<|channel|>analysis<|message|>"
     assert (found.num_tokens, found.end, found.opens_within) == (6, found.forced[0], UNLIMITED)
+
+
+async def test_the_marker_of_calls_ends_reasoning_where_the_format_says_so() -> None:
+    marker = "<|tool_calls_section_begin|>"
+    tokenizer = Tokenizer(
+        byte_level_backend(("<think>", "</think>", marker)), eos_token_ids=frozenset({0}), chat_template=TEMPLATE
+    )
+    async with serving(tokenizer=tokenizer, tool_call_parser="kimi_k2", reasoning_parser="kimi_k2") as server:
+        await server.post("/v1/completions", {"prompt": "Hallo<think>", "thinking_token_budget": 5})
+        found = thinking(server)
+    assert found is not None
+    assert found.other_ends == (tokenizer.special_tokens[marker],)
 
 
 async def test_the_end_of_reasoning_may_say_more_than_its_delimiter() -> None:

@@ -314,6 +314,7 @@ PYDANTIC: dict[str, Any] = {
         "mode": {"type": ["string", "null"], "enum": ["b", None], "nullable": True},
         "day": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
         "name": {"type": "string", "minLength": 1, "x-note": "n"},
+        "level": {"enum": ["1", "2"]},
     },
     "minProperties": 1,
     "x-order": ["unit"],
@@ -327,7 +328,7 @@ def test_schemas_of_functions_that_are_not_strict(name: str, special: bool) -> N
     made = grammar(name, special, functions=[Function("get_weather", PYDANTIC)])
     tools = Tools({"get_weather": PYDANTIC})
     for unit, mode, fits in (("C", "b", True), (None, None, True), ("K", "b", False), ("C", "c", False)):
-        values = {"unit": unit, "mode": mode, "day": "2026-01-01", "name": "x"}
+        values = {"unit": unit, "mode": mode, "day": "2026-01-01", "name": "x", "level": "1"}
         text = call(name, special, "get_weather", arguments=arguments_of(name, values))
         assert allows(made, text, special) == fits
         parser = MessageParser(output_format(name), "main", tools)

@@ -17,7 +17,7 @@ from pagewise_shared.protocol import DISK, HOST, StepPlan, StepResult
 
 from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
-from tests.scheduler.core.driving import check_states, expected_tokens, num_stored
+from tests.scheduler.core.driving import check_states, expected_tokens, num_stored, run
 
 DISK_NAME = "a disk"
 
@@ -130,6 +130,23 @@ def drive_at_random(
                 scheduler.update(in_flight.popleft())
         check()
     return requests, in_flight
+
+
+def serve_alone(
+    scheduler: Scheduler,
+    executor: CheckingExecutor,
+    prompt: list[int],
+    max_tokens: int = 3,
+    places: tuple[int, ...] = (),
+) -> Request:
+    """Serve a request while there is no other, and check its tokens. ``places``: those that it declares."""
+    request = create_request(prompt=prompt, max_tokens=max_tokens)
+    request.places = places
+    scheduler.add(request)
+    run(scheduler, executor)
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
+    check_arena(scheduler)
+    return request
 
 
 def check_tokens(requests: list[Request]) -> None:

@@ -10,10 +10,10 @@ from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers import declared_places, place_worth
 from pagewise_scheduler.core.tiers.arena import WindowShape
 
-from tests.scheduler.core.arenas import check_arena, check_tokens, create, drive_at_random
+from tests.scheduler.core.arenas import check_arena, check_tokens, create, drive_at_random, serve_alone
 from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
-from tests.scheduler.core.driving import assert_all_free, executor_for, expected_tokens, run
+from tests.scheduler.core.driving import assert_all_free, executor_for, run
 
 STATES = WindowShape(2, 7, state=True)
 WINDOW = WindowShape(9, 1)
@@ -21,14 +21,7 @@ SYSTEM = [*range(203)]
 
 
 def begin(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], *places: int) -> Request:
-    """Serve a request alone, and check its tokens."""
-    request = create_request(prompt=prompt, max_tokens=3)
-    request.places = places
-    scheduler.add(request)
-    run(scheduler, executor)
-    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
-    check_arena(scheduler)
-    return request
+    return serve_alone(scheduler, executor, prompt, places=places)
 
 
 def asked(number: int, length: int = 120) -> list[int]:

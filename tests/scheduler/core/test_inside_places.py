@@ -7,23 +7,16 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
 
-from tests.scheduler.core.arenas import check_arena, create
-from tests.scheduler.core.builders import create_request
+from tests.scheduler.core.arenas import create, serve_alone
 from tests.scheduler.core.checking_executor import CheckingExecutor
-from tests.scheduler.core.driving import executor_for, expected_tokens, run
+from tests.scheduler.core.driving import executor_for
 
 STATES = WindowShape(2, 7, state=True)
 SIZE, BUDGET, TOKENS = 16, 128, 40
 
 
 def serve(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int]) -> Request:
-    """Serve a request alone, and check its tokens."""
-    request = create_request(prompt=prompt, max_tokens=TOKENS)
-    scheduler.add(request)
-    run(scheduler, executor)
-    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
-    check_arena(scheduler)
-    return request
+    return serve_alone(scheduler, executor, prompt, TOKENS)
 
 
 def num_inside(scheduler: Scheduler) -> int:

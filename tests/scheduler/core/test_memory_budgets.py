@@ -150,6 +150,20 @@ def test_budgets_count_blocks_that_were_there_before_and_survive_a_reset() -> No
     assert num_cached(scheduler, "old") == 10
 
 
+def test_owners_whose_budgets_wait_are_known_after_a_reset() -> None:
+    scheduler = filled({})
+    memory = with_budgets(scheduler, {"old": {DEVICE: Budget(min=5)}})
+    budgets = {"old": {DEVICE: Budget(min=5)}, "new": {DEVICE: Budget(min=10)}}
+    assert not memory.try_set(budgets, 40)
+    scheduler.fail(2)
+    serve(scheduler, "new", list(range(80)))
+    run(scheduler, executor_for(scheduler))
+    assert [use.cached for _, _, use in memory.uses()] == [0, 20]
+    assert memory.try_set(budgets, 0)
+    evict(scheduler, 40)
+    assert num_cached(scheduler, "new") == 10
+
+
 @pytest.mark.parametrize(
     ("eviction", "budgets"),
     [("lru", {"a": {DEVICE: Budget()}, "b": {HOST: Budget(high=100)}}), ("cost", {})],  # "cost" values blocks anew

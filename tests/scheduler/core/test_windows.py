@@ -6,33 +6,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.memory_report import executor_report
-from pagewise_scheduler.core.requests.request import Request
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
 from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.snapshots import MARGIN
 from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import StepPlan, StepResult, decode_from_scheduler, encode
 
-from tests.scheduler.core.arenas import DISK_NAME, check_arena, check_tokens, create, drive_at_random
+from tests.scheduler.core.arenas import DISK_NAME, check_arena, check_tokens, create, drive_at_random, serve_alone
 from tests.scheduler.core.builders import create_request, evict, host_of
-from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import executor_for, expected_tokens, num_stored, run
-
-
-def begin(scheduler: Scheduler, executor: CheckingExecutor, prompt: list[int], max_tokens: int = 3) -> Request:
-    """Serve a request alone, and check its tokens."""
-    request = create_request(prompt=prompt, max_tokens=max_tokens)
-    scheduler.add(request)
-    run(scheduler, executor)
-    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
-    check_arena(scheduler)
-    return request
 
 
 def test_a_sequence_keeps_its_window_alone() -> None:
     scheduler = create(200, 1, (WindowShape(8, 1),))
-    begin(scheduler, executor_for(scheduler), [*range(140)], 60)
+    serve_alone(scheduler, executor_for(scheduler), [*range(140)], 60)
     assert scheduler.kv.pool.num_used == 199 // 4
     assert scheduler.kv.windows[0].num_used <= 2 * 3 + MARGIN // 4
 
@@ -64,7 +51,7 @@ def test_blocks_keep_their_pages_while_no_other_group_needs_them() -> None:
 def test_a_prompt_begins_at_a_snapshot() -> None:
     scheduler = create(400, 1, (WindowShape(8, 1),))
     executor = executor_for(scheduler)
-    first = begin(scheduler, executor, [*range(200)], 12)
+    first = serve_alone(scheduler, executor, [*range(200)], 12)
     answer = first.sequences[0].output_token_ids.tolist()
     for tokens, cached in (
         ([*range(200), *answer, 7, 7], 208),
@@ -72,7 +59,7 @@ def test_a_prompt_begins_at_a_snapshot() -> None:
         ([*range(200 - MARGIN), 9, 9], 200 - MARGIN),
         ([*range(199 - MARGIN), 9, 9], 0),
     ):
-        assert begin(scheduler, executor, tokens).num_cached_tokens == cached
+        assert serve_alone(scheduler, executor, tokens).num_cached_tokens == cached
 
 
 def test_the_second_prompt_that_leaves_a_path_takes_a_snapshot_there() -> None:
@@ -81,16 +68,16 @@ def test_the_second_prompt_that_leaves_a_path_takes_a_snapshot_there() -> None:
     shared = [*range(400)]
     for number, cached in enumerate((0, 0, 400, 400)):
         own = [1000 * (number + 1) + i for i in range(100)]
-        assert begin(scheduler, executor, [*shared, *own]).num_cached_tokens == cached
+        assert serve_alone(scheduler, executor, [*shared, *own]).num_cached_tokens == cached
 
 
 def test_a_snapshot_goes_to_the_host_and_comes_back() -> None:
     """A conversation is evicted by others, and its next turn loads its full blocks and its window."""
     scheduler = create(260, 1, (WindowShape(8, 1), WindowShape(13, 2)), host_pages=1200, recovery="swap")
     executor = executor_for(scheduler)
-    first = begin(scheduler, executor, [*range(200)], 12)
+    first = serve_alone(scheduler, executor, [*range(200)], 12)
     for other in range(3):
-        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
+        serve_alone(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
     assert executor.num_windows_stored > 0
     report = executor_report("e", scheduler).tiers["host"]
     assert [(one.kind, one.window, one.pages_per_block) for one in report.groups] == [
@@ -98,7 +85,7 @@ def test_a_snapshot_goes_to_the_host_and_comes_back() -> None:
     ]  # fmt: skip
     assert all(one.snapshots for one in report.groups[1:])
     assert sum(one.cached + one.in_use for one in report.groups) == report.used <= 1200
-    again = begin(scheduler, executor, [*range(200), *first.sequences[0].output_token_ids.tolist(), 7, 7])
+    again = serve_alone(scheduler, executor, [*range(200), *first.sequences[0].output_token_ids.tolist(), 7, 7])
     assert sum(again.cached_tokens.values()) == 208
     assert executor.num_loaded + executor.num_windows_loaded > 40
 
@@ -106,20 +93,20 @@ def test_a_snapshot_goes_to_the_host_and_comes_back() -> None:
 def test_a_window_that_was_spoilt_in_the_host_is_computed_again() -> None:
     scheduler = create(160, 1, (WindowShape(8, 1),), host_pages=600, recovery="swap")
     executor = executor_for(scheduler)
-    begin(scheduler, executor, [*range(200)], 12)
+    serve_alone(scheduler, executor, [*range(200)], 12)
     for other in range(3):
-        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
+        serve_alone(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
     executor.spoilt_windows = set(range(600))
-    begin(scheduler, executor, [*range(200), 7, 7])
+    serve_alone(scheduler, executor, [*range(200), 7, 7])
     assert scheduler.kv.pool.counters.corrupt > 0
 
 
 def test_a_block_that_came_back_corrupt_leaves_the_host() -> None:
     scheduler = create(160, 1, (WindowShape(8, 1),), host_pages=600)
     executor = executor_for(scheduler)
-    begin(scheduler, executor, [*range(40)], 2)
+    serve_alone(scheduler, executor, [*range(40)], 2)
     evict(scheduler, 160)
-    begin(scheduler, executor, [7] * 5)
+    serve_alone(scheduler, executor, [7] * 5)
     host = host_of(scheduler)
     nodes = [node for node in map(host.node, range(host.num_blocks)) if node is not None]
     corrupt = max(nodes, key=lambda node: node.depth)
@@ -133,9 +120,9 @@ def test_windows_come_back_from_the_disk() -> None:
     scheduler = create(160, 1, (WindowShape(8, 1), WindowShape(9, 1, chunked=True)), disk=True, recovery="swap")
     executor = executor_for(scheduler)
     prompt = [*range(200)]
-    begin(scheduler, executor, prompt, 12)
+    serve_alone(scheduler, executor, prompt, 12)
     for other in range(3):
-        begin(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
+        serve_alone(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
     again = create_request(prompt=[*prompt, 7, 7], max_tokens=3)
     again.stored[DISK_NAME] = num_stored(scheduler, executor, again)
     assert again.stored[DISK_NAME] == 50
@@ -151,8 +138,8 @@ def test_the_host_keeps_what_snapshots_of_one_path_share_once() -> None:
     executor = executor_for(scheduler)
     prompt = [*range(200)]
     for _ in range(4):
-        prompt += begin(scheduler, executor, prompt, 12).sequences[0].output_token_ids.tolist()
-        begin(scheduler, executor, [5000 + len(prompt) + i for i in range(230)])
+        prompt += serve_alone(scheduler, executor, prompt, 12).sequences[0].output_token_ids.tolist()
+        serve_alone(scheduler, executor, [5000 + len(prompt) + i for i in range(230)])
     kv = scheduler.kv
     assert isinstance(kv, GroupedKVCacheManager)
     assert kv.host is not None
@@ -171,10 +158,10 @@ def test_snapshots_go_together_with_their_blocks(pages: int, eviction: EvictionN
     executor = executor_for(scheduler)
     for number in range(1, 9):
         prompt = [1000 * number + i for i in range(200)]
-        answer = begin(scheduler, executor, prompt, 12).sequences[0].output_token_ids.tolist()
+        answer = serve_alone(scheduler, executor, prompt, 12).sequences[0].output_token_ids.tolist()
         leaves = [node for _, node in scheduler.kv.pool.tree.leaves()]
         assert sum(not scheduler.kv.can_begin(node) for node in leaves) <= 1
-        assert begin(scheduler, executor, [*prompt, *answer, 7, 7]).num_cached_tokens == 208
+        assert serve_alone(scheduler, executor, [*prompt, *answer, 7, 7]).num_cached_tokens == 208
     assert scheduler.kv.pool.counters.evicted > 0
 
 

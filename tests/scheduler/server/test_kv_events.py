@@ -226,6 +226,34 @@ def test_batches_beyond_the_queue_are_lost_with_their_numbers(tmp_path: Path) ->
     assert dropped
 
 
+def test_a_subscriber_that_reads_slowly_gets_all_batches_again(tmp_path: Path) -> None:
+    config = KVEventsConfig(endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay")
+    publisher, most, end = KVEventPublisher(config, lambda: None), 1500, b"\xff" * 8
+
+    def numbers(socket: "zmq.Socket[bytes]") -> list[bytes]:
+        found = [b""]
+        while found[-1] != end:
+            assert socket.poll(30_000), "a frame is lost"
+            found.append(socket.recv_multipart()[1])
+        return found[1:]
+
+    with zmq.Context() as context, context.socket(zmq.DEALER) as slow, context.socket(zmq.DEALER) as quick:
+        slow.set_hwm(10)
+        for socket in (slow, quick):
+            socket.connect(config.replay_endpoint or "")
+        for _ in range(most):
+            publisher.publish((0.0, ["x" * 4000], 0))
+        quick.send_multipart([b"", (most - 1).to_bytes(8, "big")])
+        while len(numbers(quick)) == 1:  # the last one is not published yet
+            quick.send_multipart([b"", (most - 1).to_bytes(8, "big")])
+        slow.send_multipart([b"", bytes(8)])
+        assert slow.poll(30_000)
+        quick.send_multipart([b"", (most - 1).to_bytes(8, "big")])
+        numbers(quick)  # everything has been sent to the slow one by now
+        assert len(numbers(slow)) == most + 1
+    publisher.close()
+
+
 @pytest.mark.parametrize("text", ["yes", "[]", '{"enable_kv_cache_events": 1}', '{"endpoints": "x"}', '{"hwm": 0}'])
 def test_a_wrong_configuration_is_an_error(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -57,7 +57,12 @@ async def debug_cache(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """Release cached blocks that are not in use; for operators."""
+    """Release cached blocks that are not in use; for operators.
+
+    Raises:
+        ForbiddenError: the client is no operator.
+        InvalidRequestError: a value is not supported, or blocks are selected in two ways.
+    """
     if not request[CLIENT].operator:
         raise ForbiddenError(
             f"only operators reset the cache, and the key {request[CLIENT].name!r} is not an operator's: "
@@ -65,6 +70,8 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
         )
     asked = _parameters(request, ResetCacheRequest)
     if request.can_read_body:
+        if request.query:  # one of them would be ignored, and more released than is meant
+            raise InvalidRequestError("give parameters or a body, not both")
         asked, _ = await read_request(request, ResetCacheRequest)
     for name in ("reset_running_requests", "reset_external"):
         if getattr(asked, name):

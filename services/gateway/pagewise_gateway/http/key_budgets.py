@@ -1,13 +1,14 @@
 """Budgets of memory in the lines of API keys: ``memory.min``, ``memory.low`` and ``memory.high``, by tier."""
 
 from collections.abc import Iterable, Mapping
+from math import fsum
 
 from pagewise_shared.config.checks import parse_size
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import HASH_TIERS, POOL_TIERS, TIER_NAMES, MemoryBudget, MemorySize
 
 BOUNDS = ("min", "low", "high")
-_FORM = (r"(?i:0|[0-9]+(\.[0-9]+)?(%|[KMGT]i?B|B)?)", "a size such as 2GiB, or a share of the tier such as 10%")
+_FORM = (r"(?i:0|[0-9]{1,16}(\.[0-9]+)?(%|[KMGT]i?B|B)?)", "a size such as 2GiB, or a share of the tier such as 10%")
 _WITHOUT_IDS = [f"memory.{TIER_NAMES[number]}." for number in HASH_TIERS]
 _NAMES = {
     "memory." + ("" if tier == TIER_NAMES[0] else f"{tier}.") + bound: (TIER_NAMES.index(tier), bound)
@@ -17,6 +18,7 @@ _NAMES = {
 """The name of each bound in a line -> the number of its tier, and the bound."""
 RIGHTS = dict.fromkeys(_NAMES, _FORM)
 """The name of each bound -> the pattern of its value, and the value in words."""
+_MOST_BYTES = 2**50
 _MOST_SHARE = 0.5
 """The share of a tier that the minima of all keys may take together."""
 
@@ -38,7 +40,7 @@ def budgets_of(given: Mapping[str, str], where: str) -> tuple[MemoryBudget, ...]
     """Return the budgets of a line. ``given``: the values of its bounds by name, in the form of ``RIGHTS``.
 
     Raises:
-        ConfigError: a share is above 100%, or a bound is above ``high``.
+        ConfigError: a share is above 100%, a size is impossible, or a bound is above ``high``.
     """
     by_tier: dict[int, dict[str, MemorySize]] = {}
     for name, value in given.items():
@@ -60,7 +62,10 @@ def _size_of(name: str, value: str, where: str) -> MemorySize:
         if share > 1:
             raise ConfigError(f"{where}: {name} is more than 100%")
         return MemorySize(share=share)
-    return MemorySize(0 if float(value.rstrip("kKmMgGtTiIbB")) == 0 else parse_size(value))
+    size = 0 if float(value.rstrip("kKmMgGtTiIbB")) == 0 else parse_size(value)
+    if size > _MOST_BYTES:
+        raise ConfigError(f"{where}: {name} is more than {_MOST_BYTES // 2**40}TiB")
+    return MemorySize(size)
 
 
 def budgets_by_owner(
@@ -84,7 +89,7 @@ def budgets_by_owner(
             )
         found[owner], set_by[owner] = budgets, name
     for number, tier in enumerate(TIER_NAMES):
-        total = sum(one.min.share for budgets in found.values() for one in budgets if one.tier == number)
+        total = fsum(one.min.share for budgets in found.values() for one in budgets if one.tier == number)
         if total > _MOST_SHARE:
             raise ConfigError(
                 f"{source}: the minima of memory on the {tier} are {total:.0%} together, at most {_MOST_SHARE:.0%} may "

@@ -80,7 +80,9 @@ class ThinkingBudgets:
         if output.harmony:
             forced, opens_within = _OTHER_MESSAGE if calls else _OTHER_MESSAGE + _ANSWER, UNLIMITED
         (end,) = self._tokens(closing)
-        budget = ThinkingBudget(wanted, end, self._tokens(forced), self._tokens(opening), opens_within)
+        ended_by = () if output.reasoning is None else map(self._tokens, output.reasoning.ended_by)
+        others = tuple(tokens[0] for tokens in ended_by if len(tokens) == 1)
+        budget = ThinkingBudget(wanted, end, self._tokens(forced), self._tokens(opening), opens_within, others)
         if budget.error(capacity.vocab_size) is not None:
             raise UnsupportedParameterError(f"{_FIELD}: {closing} is outside the model's vocabulary", _FIELD)
         return budget
@@ -105,7 +107,7 @@ class ThinkingBudgets:
             InvalidRequestError: some prompts begin the reasoning and others do not.
             UnsupportedParameterError: the reasoning of this model cannot be limited.
         """
-        if body.thinking_token_budget is None:
+        if body.thinking_token_budget in (None, _NO_LIMIT):
             return None
         starts = {self._start(prompt) for prompt in prompts}
         if len(starts) > 1:

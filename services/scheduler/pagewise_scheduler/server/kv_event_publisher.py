@@ -50,6 +50,7 @@ class KVEventPublisher:
             use(config.endpoint)
             if config.replay_endpoint:
                 self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.set_hwm(config.buffer_steps + 1)  # beyond it, a ROUTER drops frames silently
                 self._replay.bind(config.replay_endpoint)
         except zmq.ZMQError:
             self._context.destroy(linger=0)

@@ -174,9 +174,36 @@ QWEN_CODER = [
         "text in a call",
         "qwen3_coder",
         None,
-        "<tool_call><function=save><parameter=a>1</parameter> and so on</function></tool_call>",
-        "and so on</function></tool_call>",
-        calls=(("save", '{"a": 1}'),),
+        "<tool_call><function=get_weather><parameter=days>1</parameter> and so on</function></tool_call>",
+        "and so on</function>",
+        calls=(("get_weather", '{"days": 1}'),),
+    ),
+    Transcript(
+        "closing tags that are text",
+        "qwen3_coder",
+        None,
+        qwen("get_weather", city="<x>\n</parameter>\n</x></parameter>", days="1") + qwen("save", a="b</parameter> c"),
+        calls=(
+            ("get_weather", '{"city": "<x>\\n</parameter>\\n</x></parameter>", "days": 1}'),
+            ("save", '{"a": "b</parameter> c"}'),
+        ),
+    ),
+    Transcript(
+        "the next call without an end of the last one",
+        "qwen3_coder",
+        None,
+        f"<tool_call>\n<function=save>\n<parameter=a>\nb\n</parameter>\n{qwen('get_time')}",
+        calls=(("save", '{"a": "b"}'), _TIME),
+    ),
+    Transcript(
+        "no value, as Python and JSON write it",
+        "qwen3_coder",
+        None,
+        qwen("get_weather", note="None", city="None") + qwen("get_weather", note="null", city="null"),
+        calls=(
+            ("get_weather", '{"note": null, "city": "None"}'),
+            ("get_weather", '{"note": null, "city": "null"}'),
+        ),
     ),
 ]
 MINIMAX = [
@@ -193,6 +220,14 @@ MINIMAX = [
         None,
         minimax(("get_weather", {"city": "\n a </invoke> "})),
         calls=(("get_weather", '{"city": "\\n a </invoke> "}'),),
+    ),
+    Transcript(
+        "text between calls of one group",
+        "minimax_m2",
+        None,
+        minimax(("get_time", {})).replace("</invoke>", '</invoke>and<invoke name="get_time"></invoke> so on'),
+        "and\nso on",
+        calls=(_TIME, _TIME),
     ),
     Transcript(
         "implied reasoning", "minimax_m2", "minimax_m2", f"hm</think>\n{minimax(('get_time', {}))}", "", "hm", (_TIME,)

@@ -78,10 +78,10 @@ def _property_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
 
 
 def schema_types(schema: Any) -> list[str]:
-    """Return the JSON types that a schema declares, itself or in the parts of its union."""
+    """Return the JSON types that a schema declares, itself, by its texts, or in the parts of its union."""
     if not isinstance(schema, Mapping):
         return []
-    declared = schema.get("type")
+    declared = schema.get("type", _types_of_texts(schema))
     found = [declared] if isinstance(declared, str) else []
     if isinstance(declared, list):
         found += [each for each in declared if isinstance(each, str)]
@@ -90,6 +90,14 @@ def schema_types(schema: Any) -> list[str]:
         for choice in choices if isinstance(choices, list) else ():
             found += schema_types(choice)
     return found
+
+
+def _types_of_texts(schema: Mapping[str, Any]) -> list[str]:
+    """Return the types of the values that a schema lists, if these are texts, or texts and null."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(each, str | None) for each in values):
+        return []
+    return [name for name, kind in (("string", str), ("null", type(None))) if any(isinstance(v, kind) for v in values)]
 
 
 class MessageBuilder:

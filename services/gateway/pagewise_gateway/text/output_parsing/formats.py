@@ -61,7 +61,8 @@ class ReasoningFormat:
 
 def _tagged(tags: Tags, opening: str, closing: str, group: tuple[str, str] | None, *tokens: str) -> ToolFormat:
     """Return a format whose parameters have tags. ``tokens``: special tokens that are parts of delimiters."""
-    return ToolFormat(TaggedCall(tags), opening, closing, group, (*tags.inner, *tokens))
+    borders = (opening, closing, *(group or ()))
+    return ToolFormat(TaggedCall(tags, borders), opening, closing, group, (*tags.inner, *tokens))
 
 
 _THINK = ReasoningFormat("<think>", "</think>")

@@ -34,6 +34,7 @@ class _TextScanner:
         self._source, self._format, self._tools, self._message = source, output, tools, message
         self._calls_first = calls_first
         self._bare = tuple(output.tools.bare)  # characters that may begin calls without a marker
+        self._group_end: tuple[str, ...] = ()  # the marker that ends the last group, if there is other text in it
         self._raw: list[str] = []  # the text after a marker in which no call has begun yet
         self._num_raw = self._num_rescanned = 0
 
@@ -82,7 +83,7 @@ class _TextScanner:
         """Scan content and calls, up to the end."""
         source, tools, content = self._source, self._format.tools, self._message.content
         while True:
-            markers = () if self._calls_first and content.begun else tools.markers
+            markers = () if self._calls_first and content.begun else (*tools.markers, *self._group_end)
             if self._bare and not content.begun:
                 content.push(source.take(len(source.text) - len(source.text.lstrip())))  # holds it back
                 if source.text.startswith(self._bare):
@@ -97,6 +98,8 @@ class _TextScanner:
                 yield
             elif self._calls_first and content.begun:
                 continue
+            elif marker in self._group_end:
+                self._end_group()
             elif marker == tools.opening:
                 yield from self._call(source.take(len(marker)))
             else:
@@ -121,9 +124,17 @@ class _TextScanner:
                 yield
                 source.text = source.text.lstrip()
             if not source.text.startswith(opening):
-                source.text = source.text.removeprefix(closing)
+                self._group_end = (closing,)
+                if source.text.startswith(closing):
+                    self._end_group()
                 return
             is_call = yield from self._call(source.take(len(opening)))
+
+    def _end_group(self) -> None:
+        """Leave out the marker that ends a group."""
+        (closing,), self._group_end = self._group_end, ()
+        self._source.take(len(closing))
+        self._message.content.border()
 
     def _call(self, marker: str) -> Generator[None, None, bool]:
         """Scan the text after a marker, and return whether there are calls in it."""
@@ -146,6 +157,8 @@ class _TextScanner:
                     source.take(len(tools.closing))
                 break
             elif not self._feed(reader, source.take(len(end))):  # in a string, a delimiter is text
+                if reader.called:
+                    source.text = source.text.removeprefix(tools.closing)
                 break
         if not reader.called:
             self._rescan(marker)

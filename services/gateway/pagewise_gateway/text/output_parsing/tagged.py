@@ -13,7 +13,7 @@ from pagewise_gateway.text.output_parsing.deltas import Tools
 from pagewise_gateway.text.output_parsing.json_calls import NAME
 from pagewise_gateway.text.output_parsing.pythonic import python_value
 from pagewise_gateway.text.output_parsing.reader import CallText, EndOfTextError
-from pagewise_gateway.text.output_parsing.scanning import JsonValue, as_json, begun, is_json
+from pagewise_gateway.text.output_parsing.scanning import JsonValue, as_json, begins, begun, is_json
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,13 @@ class TaggedCall:
     """Reads one call with these tags.
 
     The values of string parameters are passed on as they come, other values at their end. A value is a string if
-    its parameter is declared as one, or if it is no JSON.
+    its parameter is declared as one, or if it is no JSON. Files contain tags such as ``</parameter>``, too: in a text,
+    a tag ends the value only where another parameter or one of ``borders``, the tags around calls, follows.
     """
 
-    def __init__(self, tags: Tags) -> None:
+    def __init__(self, tags: Tags, borders: tuple[str, ...]) -> None:
         self._tags = tags
+        self._followers = (tags.key, *borders) if tags.in_attribute else ("",)  # GLM's tags are no others'
         self._value_ends = tuple(filter(None, (tags.padding and tags.padding + tags.value_end, tags.value_end)))
 
     def __call__(self, source: CallText, tools: Tools) -> Generator[None]:
@@ -140,13 +142,32 @@ class TaggedCall:
         source.text = source.text.removeprefix(padding)
         if types == {"string"}:
             source.add('"')
-            yield from _until(source, self._value_ends, lambda text: source.add(as_json(text)[1:-1]))
+            yield from self._text(source, lambda text: source.add(as_json(text)[1:-1]))
         elif "string" in types:
-            yield from _until(source, self._value_ends, pieces.append)
+            yield from self._text(source, pieces.append)
         else:
             yield from self._json_value(source, pieces)
         source.quoting = False
         source.add('"' if types == {"string"} else _as_json("".join(pieces), types))
+
+    def _text(self, source: CallText, push: Callable[[str], object]) -> Generator[None]:
+        """Read text, and the tag after it."""
+        while True:
+            end = yield from _until(source, self._value_ends, push)
+            if (yield from self._is_end(source)):
+                return
+            push(end)
+
+    def _is_end(self, source: CallText) -> Generator[None, None, bool]:
+        """Whether a text has ended at the tag before; if so, the white space behind that is read."""
+        while True:
+            rest = source.text.lstrip()
+            if rest.startswith(self._followers):
+                source.text = rest
+                return True
+            if not begins(rest, self._followers):
+                return False
+            yield
 
     def _json_value(self, source: CallText, pieces: list[str]) -> Generator[None]:
         """Read JSON, and the tag after it. In a string, a tag is text."""
@@ -159,7 +180,7 @@ class TaggedCall:
             if not end:
                 source.quoting = may_be_text or value.quoting
                 yield
-            elif value.quoting:
+            elif value.quoting or (may_be_text and not (yield from self._is_end(source))):
                 value.end(end, 0)
                 pieces.append(end)
             else:
@@ -173,14 +194,15 @@ def _types(declared: frozenset[str], is_string: str | None) -> frozenset[str]:
     return declared - {"string"} or declared if is_string == "false" else declared
 
 
-def _until(source: CallText, delimiters: tuple[str, ...], push: Callable[[str], object]) -> Generator[None]:
+def _until(source: CallText, delimiters: tuple[str, ...], push: Callable[[str], object]) -> Generator[None, None, str]:
+    """Read text up to one of these delimiters, with it. Returns the delimiter."""
     while True:
         text, end = source.take_until(delimiters)
         source.take(len(end))
         if text:
             push(text)
         if end:
-            return
+            return end
         yield
 
 
@@ -198,6 +220,8 @@ def _tag(source: CallText, tag: str) -> Generator[None, None, bool]:
 
 def _as_json(text: str, types: frozenset[str]) -> str:
     is_text = "string" in types
+    if "null" in types and text.strip() in ("null", "None"):  # Qwen's template writes the latter
+        return "null"
     try:
         value = json.loads(text)
         written = as_json(value)
@@ -205,7 +229,7 @@ def _as_json(text: str, types: frozenset[str]) -> str:
         if not is_text and is_json(text):
             return text.strip()
         return _python_as_json(text) if types and not is_text else as_json(text)
-    if is_text and not isinstance(value, str) and not (value is None and "null" in types):
+    if is_text and not isinstance(value, str):
         return as_json(text)
     return written
 

@@ -92,8 +92,9 @@ class MemoryBudgets:
         kv.pool.tree.owner_of = self._number_of
         self._tiers = {number: pool.divide(TierBudgets) for number, pool in kv.tiers.items()}
         for tier, budgets in self._tiers.items():
-            for budget in self._budgets.get(tier, [])[1:]:
-                budgets.add(budget)
+            known = self._budgets.get(tier, [])
+            for number in self._numbers.values():  # an owner has none yet whose budgets could not be set
+                budgets.add(known[number] if number < len(known) else Budget())
         self._tiers[DEVICE].on_rebuilt = self._attach
         roots = kv.pool.tree.roots
         for node in _below(roots):
