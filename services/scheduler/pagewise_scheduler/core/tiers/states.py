@@ -79,7 +79,7 @@ class StateGroup(WindowGroup):
 
     def keeps_last(self, table: StateTable, start: int, num_tokens: int, due: Sequence[int]) -> bool:
         """Whether a prompt, in computing the tokens from ``start`` to ``num_tokens``, is to keep the states behind the
-        last full block: it goes on, and has blocks for that and for what is ``due`` in these tokens and the next chunk."""
+        last full block: it goes on, and has blocks for that and for what is ``due`` in these and in the next tokens."""
         size = self.block_size
         # A chunk that ends with a block needs none for that: the next one has it, at its start.
         if not start < num_tokens // size * size < num_tokens or not due or num_tokens >= due[-1] * size:
