@@ -104,6 +104,10 @@ def test_what_was_switched_away_from_is_offered(family: Family) -> None:
     spoiled = with_snapshots(played, family, 8)
     spoiled_names = played.hashes(spoiled.tokens)
     played.step(None, BlockCopies(DEVICE, DEVICE, pairs([row.states], [spoiled.snapshots[8]]), group=STATES))
+    loading = Row(row.tokens, row.blocks, -1, snapshots={AT: 40})
+    played.join(1, [*row.tokens[:AT], 7], shared=loading, at=AT)
+    played.step()
+    played.leave(1)  # before its states have come
     ends = played.join(0, family.prompt(23))
     played.step({0: 23})
     played.step()

@@ -46,8 +46,7 @@ def check_arena(scheduler: Scheduler, *, lends: bool = False) -> None:
     kv = scheduler.kv
     assert isinstance(kv, GroupedKVCacheManager)
     check_states(kv.pool)
-    # Drafts that cross several block ends take more, where there is room.
-    for request in scheduler.requests if scheduler.features.options.speculative is None else ():
+    for request in scheduler.requests:
         for one in request.sequences:
             for index, group in enumerate(kv.windows):
                 held = len(one.table.windows[index].blocks)

@@ -1,11 +1,15 @@
 """Snapshots of states inside of long prompts, and places that take none."""
 
+from collections import deque
+
 import pytest
+from pagewise_scheduler.core.memory.block_table import StateTable
 from pagewise_scheduler.core.memory.eviction import CostAware, ending
 from pagewise_scheduler.core.memory.roles import ANSWER, INSIDE, PROMPT, new_role, place_of, role_after, role_at_end
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
+from pagewise_shared.protocol import StepResult
 
 from tests.scheduler.core.arenas import create, serve_alone
 from tests.scheduler.core.checking_executor import CheckingExecutor
@@ -33,6 +37,23 @@ def test_the_second_prompt_begins_inside_of_the_first(shared: int, budget: int) 
     serve(scheduler, executor, [*range(1000)])
     hits = serve(scheduler, executor, [*range(shared), *[7] * 400]).num_cached_tokens
     assert shared - budget - SIZE < hits <= shared
+
+
+def test_no_place_is_behind_the_tokens_that_are_computed_next() -> None:
+    """After a chunk for which the sequence had no block of states left."""
+    scheduler = create(600, 1, (WindowShape(2, 3, state=True),), budget=133, block_size=SIZE, eviction="cost")
+    executor = executor_for(scheduler)
+    serve(scheduler, executor, [*range(900), *[1] * 400])
+    request = create_request([*range(300), *[2] * 400], 3)
+    scheduler.add(request)
+    (sequence,), results = request.sequences, deque[StepResult]()
+    while not sequence.prefilled:
+        while len(results) < 2 and (plan := scheduler.schedule(0.0)) is not None:
+            results.append(executor.execute(plan))
+        scheduler.update(results.popleft())
+    (table,) = sequence.table.windows
+    assert isinstance(table, StateTable)
+    assert {*table.inside} <= {node.depth for node in scheduler.kv.windows[0].at}
 
 
 def test_no_more_is_taken_than_a_share_of_the_free_pages() -> None:

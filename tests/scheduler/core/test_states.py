@@ -97,11 +97,61 @@ def compute(scheduler: Scheduler, executor: CheckingExecutor, steps: int) -> Non
         scheduler.update(executor.execute(plan))
 
 
-def test_outputs_share_the_states_of_their_prompt() -> None:
-    scheduler = create(600, 1, (STATES,))
+@pytest.mark.parametrize("budget", [13, 32, 100])
+@pytest.mark.parametrize("length", [9, 89, 90])
+def test_outputs_begin_behind_all_but_the_last_token_of_their_prompt(length: int, budget: int) -> None:
+    scheduler = create(600, 1, (STATES,), budget=budget)
     executor = executor_for(scheduler)
-    begin(scheduler, executor, [*range(90)], 8, n=4)
-    assert executor.num_computed < 90 + 4 * (8 + 4 + 4 * 4)
+    begin(scheduler, executor, [*range(length)], 8, n=4)
+    assert executor.num_computed == length + 7 + 3 * 8
+
+
+def test_a_prompt_holds_no_more_blocks_than_admission_counts() -> None:
+    """Two steps are in flight, and the second one has both the place where it leaves others and the one near its end."""
+    scheduler = create(600, 1, (STATES,), budget=29)
+    executor = executor_for(scheduler)
+    begin(scheduler, executor, [*range(44)])
+    begin(scheduler, executor, [*range(100)])
+    request = create_request([*range(78), *[9] * 26], 3)
+    scheduler.add(request)
+    plans = [scheduler.schedule(0.0), scheduler.schedule(0.0)]
+    check_arena(scheduler)
+    for plan in plans:
+        assert plan is not None
+        scheduler.update(executor.execute(plan))
+    run(scheduler, executor)
+    assert begin(scheduler, executor, [*range(78), *[8] * 26]).num_cached_tokens == 76
+
+
+def test_drafts_take_no_more_blocks_than_admission_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking_executor, "repeats_itself", True)
+    ngram = SpeculativeConfig(
+        num_speculative_tokens=20, prompt_lookup_max=3, prompt_lookup_min=1, disable_by_batch_size=3
+    )
+    scheduler = create(600, 1, (STATES,), speculative=ngram)
+    executor = executor_for(scheduler)
+    request = create_request([*range(30)], 100)
+    scheduler.add(request)
+    while (plan := scheduler.schedule(0.0)) is not None:
+        check_arena(scheduler)
+        scheduler.update(executor.execute(plan))
+    assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
+    assert executor.num_drafted > 40
+
+
+def test_a_prompt_that_loads_states_keeps_the_names_of_its_other_blocks() -> None:
+    """It joins with all of them as computed, else an executor would forget them with a sequence that is aborted."""
+    scheduler = create(400, 1, (STATES,), host_pages=900, recovery="swap")
+    executor = executor_for(scheduler)
+    begin(scheduler, executor, [*range(100)])
+    copies = list[BlockCopy]()
+    while scheduler.kv.windows[0].num_cached:
+        scheduler.kv.windows[0].give_up(copies)
+    scheduler.plan.copy(copies)
+    scheduler.add(create_request([*range(100), 7], 3))
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert [new.num_computed_tokens for new in plan.joined] == [100]
 
 
 def test_states_come_back_from_the_host() -> None:

@@ -155,21 +155,21 @@ class Drafting(Feature):
         """The part of a draft for which there are slots. Allocates further blocks only if that leaves a block for each
         decode, and the blocks that prefills have yet to take."""
         kv, table, num_tokens = self._kv, sequence.table, sequence.num_tokens
-        missing, each = table.blocks_missing(num_tokens + len(draft)), kv.num_for_next
+        if not table.blocks_missing(num_tokens + len(draft)):
+            return draft
+        # Full blocks are cached when a sequence gets its next block. If drafts always bring the block, it is here.
+        self.scheduler.cache_full_blocks(sequence, num_tokens - 1)
+        held, each = len(table.blocks), kv.num_for_next
         others = each * len(self._decoding) + self.scheduler.prefilling.blocks_owed()
-        if missing and each * missing + others > kv.num_available:
-            draft = draft[: table.num_slots - num_tokens]
-        elif missing:
-            # Full blocks are cached when a sequence gets its next block. If drafts always bring the block, it is here.
-            self.scheduler.cache_full_blocks(sequence, num_tokens - 1)
-            held = len(table.blocks)
-            added, copies = kv.grow(table, num_tokens + len(draft))
+        missing = kv.num_to_grow(table, table.blocks_missing(num_tokens + len(draft)))
+        if missing and each * missing + others <= kv.num_available:
+            added, copies = kv.grow(table, (held + missing) * kv.block_size)
             self._plan.copy(copies)
             self._plan.set_blocks(sequence.row, held, added)
             if kv.windows:
                 ends = range(held, len(table.blocks))
                 self.scheduler.prefilling.grow_windows(sequence, num_tokens - 1, table.num_slots, ends)
-        return draft
+        return draft[: table.num_slots - num_tokens]
 
     def counts(self) -> dict[str, int]:
         return {

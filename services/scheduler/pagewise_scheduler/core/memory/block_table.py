@@ -46,7 +46,8 @@ class StateTable(WindowTable):
     ``step``: the blocks between places inside of its prompt that may take snapshots; 0: no place does. ``since``: the
     last place so far, in blocks of the ``num_blocks`` of the prompt. ``inside``: the places inside that take a
     snapshot. ``skipped``: the places that take none because a snapshot is not worth its memory, with their kinds (see
-    ``roles``).
+    ``roles``). ``fork``: the number of tokens behind which further outputs of the request begin; 0: the request
+    has no further outputs.
     ``entry``: the tokens behind which the sequence begins that joins next; None: some step has written. ``stop``: the
     number of tokens behind which the last block has the states when all planned steps are back; in decoding, the end of
     the block of tokens.
@@ -61,6 +62,7 @@ class StateTable(WindowTable):
     num_blocks: int = 0
     inside: list[int] = field(default_factory=list)
     skipped: dict[int, int] = field(default_factory=dict)
+    fork: int = 0
 
     def take(self, other: WindowTable) -> None:
         """Take copies of the lists of blocks and tokens of ``other``."""
@@ -72,7 +74,7 @@ class StateTable(WindowTable):
         """Hold nothing any more."""
         WindowTable.clear(self)
         self.tokens, self.entry, self.stop = [], None, -1
-        self.step, self.inside, self.skipped = 0, [], {}
+        self.step, self.inside, self.skipped, self.fork = 0, [], {}, 0
 
     def joined(self) -> tuple[int, list[int]]:
         """How a sequence that joins describes it, as ``NewSequence.windows`` has it."""

@@ -236,7 +236,10 @@ class PrefillSet:
             else:  # other sequences use the windows that it would share, but not the windows that it would load
                 plan = RecoveryPlan("device", start=len(prefix.blocks))
         self._plan.copy(kv.take(table, prefix))
-        kv.expect_snapshots(table, prefix, sequence.num_tokens, sequence.request.places)
+        params = sequence.request.params
+        forks = params.n > 1 and params.beam is None and not (sequence.index or sequence.output_token_ids)
+        fork = sequence.num_tokens - 1 if forks else 0
+        kv.expect_snapshots(table, prefix, sequence.num_tokens, sequence.request.places, fork)
         sequence.num_scheduled_tokens = sequence.num_computed_tokens = prefix.num_tokens
         # ``begin`` pins the blocks to be loaded. It comes before ``grow``, which may demote blocks of the device: these
         # must not evict the blocks to be loaded from their tier.
@@ -250,8 +253,9 @@ class PrefillSet:
         if kv.windows:
             self.grow_windows(sequence, prefix.num_tokens, sequence.num_scheduled_tokens)
         # Windows that are loaded count as computed from ``settle`` on. Before, no inventory may name their blocks, even
-        # if the full layers' blocks of the same tokens are there.
-        loading = [(plan.end - len(one)) * kv.block_size for one in recovery.windows if one]
+        # if the full layers' blocks of the same tokens are there. (States are named once a step has read them.)
+        lacking = zip(kv.windows, recovery.windows, strict=False)
+        loading = [(plan.end - len(one)) * kv.block_size for group, one in lacking if one and not group.has_states]
         self._join(sequence, min([prefix.num_tokens, *loading]))
         self._note(sequence, prefix, plan, now)
         return size

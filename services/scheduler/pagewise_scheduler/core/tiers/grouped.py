@@ -332,13 +332,13 @@ class GroupedKVCacheManager(KVCacheManager):
         return sum(group.num_to_write(one) * group.pages_per_block for group, one in windows)
 
     def expect_snapshots(
-        self, table: BlockTable, prefix: CachedPrefix, num_tokens: int, places: Sequence[int] = ()
+        self, table: BlockTable, prefix: CachedPrefix, num_tokens: int, places: Sequence[int] = (), fork: int = 0
     ) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
 
         They are near its end, where it leaves the path of others (``SnapshotPlaces``), and at declared ``places``.
         """
-        self._places.expect(table, prefix, num_tokens // self.block_size, self.windows, places)
+        self._places.expect(table, prefix, num_tokens // self.block_size, self.windows, places, fork)
 
     def cache_full_blocks(
         self, table: BlockTable, num_computed: int, tokens_of: Callable[[int, int], bytes]

@@ -104,7 +104,10 @@ class PlaceWorth:
         room = group.most_blocks - len(one.blocks) - len(marks) - group.marks_start(one, start, stop)
         goes_on = first < last and stop < due[-1] * size
         if goes_on:
-            room -= last * size < stop and last not in marks
+            if last * size < stop and last not in marks:
+                if not group.keeps_last(one, start, stop, due):
+                    return
+                room -= 1
             if room < 0:
                 return
             room -= 1
@@ -116,7 +119,8 @@ class PlaceWorth:
             for depth in range(since + one.step, min(end + 1, worth), one.step):
                 if depth > first:
                     group.skip(one, depth, INSIDE)
-            depth = max(worth, since - (since - last) // (room + 1))
+            begin = max(since, first)
+            depth = max(worth, begin - (begin - last) // (room + 1))
             if depth > end or (not room and not (goes_on and depth == last)):
                 since = following
                 continue

@@ -9,7 +9,7 @@ where it is worth the most.
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix, StateTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.declared_places import add_declared
 from pagewise_scheduler.core.tiers.place_worth import PlaceWorth
@@ -40,9 +40,13 @@ class SnapshotPlaces:
         num_blocks: int,
         groups: Sequence[WindowGroup],
         declared: Sequence[int],
+        fork: int,
     ) -> None:
         """Note in the table of a prompt of ``num_blocks`` full blocks, which begins with ``prefix``, where it is to
-        take snapshots. ``declared``: further places, in tokens."""
+        take snapshots. ``declared``: further places, in tokens. ``fork``: see ``StateTable``."""
+        for one in table.windows:
+            if isinstance(one, StateTable):
+                one.fork = fork
         begin = max(prefix.resume, len(prefix.blocks))
         self._choose(table, prefix, begin, num_blocks, groups)
         if declared:

@@ -9,7 +9,7 @@ Behind a node a sequence needs one block, as if the layers had a window of two t
 evicted, loaded, fetched and restored as those of windows are (see ``snapshots``).
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -77,6 +77,20 @@ class StateGroup(WindowGroup):
             return False
         return (start < num_tokens and start % self.block_size == 0) or self.num_to_write(table) > 0
 
+    def keeps_last(self, table: StateTable, start: int, num_tokens: int, due: Sequence[int]) -> bool:
+        """Whether a prompt, in computing the tokens from ``start`` to ``num_tokens``, is to keep the states behind the
+        last full block: it goes on, and has blocks for that and for what is ``due`` in these and in the next tokens."""
+        size = self.block_size
+        # A chunk that ends with a block needs none for that: the next one has it, at its start.
+        if not start < num_tokens // size * size < num_tokens or not due or num_tokens >= due[-1] * size:
+            return False
+        taken = [depth * size for depth in due if start < depth * size and depth not in table.skipped]
+        held = len(table.blocks) + self.marks_start(table, start, num_tokens) + bisect_left(taken, num_tokens)
+        soon = bisect_left(taken, 2 * num_tokens - start) - bisect_left(taken, num_tokens)
+        # When the next chunk is planned, the tokens before ``start`` are computed, and ``computed`` has dropped some.
+        dropped = max(0, bisect_left(table.tokens, start // size * size + 1) - 1)
+        return max(held, held - dropped + soon) < self.most_blocks
+
     def grow(
         self,
         table: WindowTable,
@@ -87,11 +101,10 @@ class StateGroup(WindowGroup):
     ) -> tuple[list[tuple[int, int]], Copies]:
         """Let a table have a block to which the tokens from ``start`` to ``num_tokens`` are written.
 
-        It keeps the states at the end of a full block at ``start``, and those that are ``due`` on the way. In a prompt
-        that goes on, the table also keeps the states behind its last full block, with which it begins again if it is
-        preempted. If it would have more than ``most_blocks``, it gives up states in this order: behind the last full
-        block, at the places inside of the prompt and then at the declared places that save the least, and at ``start``,
-        unless others use the block that has them. Returns (token, block) for each block to which states are written
+        It keeps the states at the end of a full block at ``start``, the states that are ``due`` on the way, and the
+        states with which further outputs begin. In a prompt that goes on, the table also keeps the states behind its
+        last full block, with which it begins again if it is preempted. If it would have more than ``most_blocks``, it
+        gives up states in the order of ``_least``. Returns (token, block) for each block to which states are written
         from a token on, and copies.
         """
         assert isinstance(table, StateTable)
@@ -100,18 +113,16 @@ class StateGroup(WindowGroup):
         marks = [depth * size for depth in due if start < depth * size < num_tokens and depth not in table.skipped]
         if self.marks_start(table, start, num_tokens):
             marks.insert(0, start)
-        last = num_tokens // size * size
-        # A chunk that ends with a block needs no mark: the next one has it, at its start.
-        goes_on = start < last < num_tokens and bool(due) and num_tokens < due[-1] * size
-        if goes_on and last not in marks and len(blocks) + len(marks) < self.most_blocks:
+        if (last := num_tokens // size * size) not in marks and self.keeps_last(table, start, num_tokens, due):
             marks.append(last)
-        if (excess := len(blocks) + len(marks) - self.most_blocks) > 0:  # admission has counted no more
-            optional = {*table.declared, *(depth * size for depth in table.inside)} - {start}
-            saved = {token: token - before for before, token in pairwise([start, *marks]) if token in optional}
-            given_up = sorted(saved, key=lambda token: (token in table.declared, saved[token]))
-            if marks and marks[0] == start and not self.num_to_write(table):
-                given_up.append(start)  # a preemption then loses the chunk before
-            marks = [token for token in marks if token not in given_up[:excess]]
+        most, fork = self.most_blocks, table.fork if start <= table.fork < num_tokens else 0
+        # For each further block of tokens, a block of states is available.
+        if fork and fork not in (*tokens, *marks) and len(marks) < -(-num_tokens // size) - -(-start // size):
+            insort(marks, fork)
+            most = self.blocks_for(num_tokens)  # it may be in the first block
+        if (excess := len(blocks) + len(marks) - most) > 0:  # admission has counted no more
+            given_up = self._least(table, start, marks)[:excess]
+            marks = [token for token in marks if token not in given_up]
         switched: list[tuple[int, int]] = []
         for token in marks:
             (block,), made = self.reserve(1)
@@ -123,6 +134,19 @@ class StateGroup(WindowGroup):
             table.entry, switched = start, []
         table.stop = num_tokens if start < num_tokens else table.stop
         return switched, copies
+
+    def _least(self, table: StateTable, start: int, marks: list[int]) -> list[int]:
+        """The tokens of ``marks`` that may be given up, in that order: those inside of a prompt, declared ones, the one
+        at ``start``, unless others use the block that has its states, the one for further outputs, and the rest; of
+        each, the ones that save the least."""
+        inside, found = {depth * self.block_size for depth in table.inside}, list[tuple[int, int, int]]()
+        for before, token in pairwise([start, *marks]):
+            if token > start:
+                rank = 0 if token in inside else 1 if token in table.declared else 3 if token == table.fork else 4
+                found.append((rank, token - before, token))
+            elif not self.num_to_write(table):
+                found.append((2, 0, token))  # a preemption then loses the chunk before
+        return [token for _, _, token in sorted(found)]
 
     def computed(self, table: WindowTable, known: int, due: Sequence[int]) -> None:
         """Drop what is older than the newest states behind the ``known`` full blocks that are computed, but not what is

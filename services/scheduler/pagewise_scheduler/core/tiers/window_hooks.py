@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pagewise_shared.protocol import GroupKind
 
-from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
+from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix, StateTable
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.tiers.tier import Copies, Location
 from pagewise_scheduler.core.tiers.windows import WindowGroup
@@ -26,6 +26,11 @@ class WindowHooks:
 
     def restore_windows(self, path: list[CachedBlock]) -> None:
         """Let sequences begin behind the nodes of ``path`` whose windows are recoverable."""
+
+    def num_to_grow(self, table: BlockTable, count: int) -> int:
+        """How many of ``count`` further blocks a table may take at once if it keeps the states at the end of each."""
+        states = [pair for pair in zip(self.windows, table.windows, strict=True) if isinstance(pair[1], StateTable)]
+        return max(0, min([count, *(group.most_blocks - len(one.blocks) for group, one in states)]))
 
     def can_fork(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether ``table`` still holds the windows at the end of its first ``num_tokens`` tokens."""
@@ -61,11 +66,12 @@ class WindowHooks:
         return 0
 
     def expect_snapshots(
-        self, table: BlockTable, prefix: CachedPrefix, num_tokens: int, places: Sequence[int] = ()
+        self, table: BlockTable, prefix: CachedPrefix, num_tokens: int, places: Sequence[int] = (), fork: int = 0
     ) -> None:
         """Note where a sequence of ``num_tokens`` tokens, which has taken ``prefix``, is to take snapshots.
 
-        ``places``: that its request declares.
+        ``places``: that its request declares. ``fork``: the tokens behind which further outputs of its request begin;
+        0: there are none.
         """
 
     def grow_windows(
