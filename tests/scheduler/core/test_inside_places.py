@@ -12,6 +12,7 @@ from pagewise_scheduler.core.tiers.arena import WindowShape
 from pagewise_shared.protocol import StepResult
 
 from tests.scheduler.core.arenas import create, serve_alone
+from tests.scheduler.core.builders import create_request
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import executor_for
 
