@@ -91,6 +91,7 @@ FAMILIES: dict[str, Family] = {
         {
             "num_hidden_layers": 8, "linear_num_heads": 8, "linear_head_dim": 128, "intermediate_size": 2048,
             "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense"] * 8, "num_key_value_heads": 12, "kv_lora_rank": 256,
         },
     ),
     "lfm2": (

@@ -37,8 +37,9 @@ INLINE void scaled_to_length(const float *x, long size, float scale, float *to) 
   for (long i = 0; i < size; i++) to[i] = x[i] * scale;
 }
 
-// Columns that are computed at once, in vectors; and tokens for which a column stays in registers and the nearest cache.
-enum { COLUMNS = VEC == 16 ? 4 : 2, TILE = 16 };
+// Columns that are computed at once, in vectors: of a chunk, and of a single token, which reads its state from memory, where
+// longer reads are faster. And tokens for which a column stays in registers and the nearest cache.
+enum { COLUMNS = VEC == 16 ? 4 : 2, ALONE_COLUMNS = VEC == 4 ? 4 : 8, TILE = 16 };
 
 // What tokens of a tile do to the state of a head: by token, its decay, key, and key and query times the decay [4, key]; beta,
 // and the product of query and key.
@@ -101,7 +102,8 @@ INLINE void find_decays(const struct recurrence *a, const void *row, long head, 
   }
 }
 
-INLINE void delta_head(const struct recurrence *a, long sequence, long head, const float *old, float *new, int bf16) {
+INLINE void delta_head(const struct recurrence *a, long sequence, long head, const float *old, float *new, int columns,
+                       int bf16) {
   long size = a->key, stride = a->channels;
   float vectors[TILE * 4 * size], query[size], beta[TILE], query_key[TILE];
   for (long done = 0; done < a->tokens; done += TILE, old = new) {
@@ -123,8 +125,8 @@ INLINE void delta_head(const struct recurrence *a, long sequence, long head, con
       query_key[t] = sum;
       beta[t] = a->beta_scale / (1.0f + expf(-value_at(row, a->beta_from[head], bf16)));
     }
-    for (; i + COLUMNS * VEC <= a->value; i += COLUMNS * VEC)
-      delta_columns(COLUMNS, VEC, &tile, size, a->value, old + i, new + i, values + i, stride);
+    for (; i + columns * VEC <= a->value; i += columns * VEC)
+      delta_columns(columns, VEC, &tile, size, a->value, old + i, new + i, values + i, stride);
     for (; i + VEC <= a->value; i += VEC)
       delta_columns(1, VEC, &tile, size, a->value, old + i, new + i, values + i, stride);
     if (i < a->value) delta_columns(1, a->value - i, &tile, size, a->value, old + i, new + i, values + i, stride);
@@ -200,8 +202,10 @@ INLINE void update_items(struct recurrence *a, int bf16) {
       copy_in_pages(a, read, at, copied, size, 0);
     if (a->skip)
       mamba_head(a, sequence, head, old, new, bf16);
+    else if (a->tokens == 1 && a->value % (ALONE_COLUMNS * VEC) == 0)
+      delta_head(a, sequence, head, old, new, ALONE_COLUMNS, bf16);
     else
-      delta_head(a, sequence, head, old, new, bf16);
+      delta_head(a, sequence, head, old, new, COLUMNS, bf16);
     if (written && !to) copy_in_pages(a, written, at, copied, size, 1);
   }
 }

@@ -116,11 +116,15 @@ def test_a_block_that_came_back_corrupt_leaves_the_host() -> None:
     check_arena(scheduler)
 
 
-def test_windows_come_back_from_the_disk() -> None:
-    scheduler = create(160, 1, (WindowShape(8, 1), WindowShape(9, 1, chunked=True)), disk=True, recovery="swap")
+@pytest.mark.parametrize("most", [0, 2])
+def test_windows_come_back_from_the_disk(most: int) -> None:
+    """``most``: further groups of the same windows; the flags of blocks have bits for each."""
+    windows = (*[WindowShape(8, 1)] * (1 + most), WindowShape(9, 1, chunked=True))
+    scheduler = create(160 + 60 * most, 1, windows, disk=True, recovery="swap")
     executor = executor_for(scheduler)
     prompt = [*range(200)]
-    serve_alone(scheduler, executor, prompt, 12)
+    for num_tokens in (160, 200):  # blocks behind ones that are written are written too
+        serve_alone(scheduler, executor, prompt[:num_tokens], 12)
     for other in range(3):
         serve_alone(scheduler, executor, [1000 * (other + 1) + i for i in range(200)])
     again = create_request(prompt=[*prompt, 7, 7], max_tokens=3)

@@ -22,8 +22,11 @@ NOWHERE = -1
 PRIVATE = 1
 """The bit of ``CachedBlock.flags`` of blocks whose cache salt belongs to some clients only."""
 OWNER_SHIFT = 64
-"""The bits of ``CachedBlock.flags`` from here on are the number of the block's owner, if owners have budgets."""
-_INHERITED = PRIVATE | -1 << OWNER_SHIFT
+"""The bits of ``CachedBlock.flags`` from here on are the number of the block's owner, if owners have budgets.
+
+They have none if a model has several groups of layers, which use these bits otherwise (see ``HashedTier``).
+"""
+_OWNER = -1 << OWNER_SHIFT
 
 _BYTES_PER_TOKEN = 4
 _SIBLINGS_TRIED = 16
@@ -77,7 +80,7 @@ class CachedBlock:
         self.depth: int = 0
         self.flags: int = 0
         if parent is not None:
-            self.depth, self.flags = parent.depth + 1, parent.flags & _INHERITED
+            self.depth, self.flags = parent.depth + 1, parent.flags & PRIVATE
         self.cached_by: RequestRef | None = None
         self.hash = _UNKNOWN
 
@@ -290,6 +293,8 @@ class PrefixTree:
         """A new node for ``tokens`` of one block after ``parent``; there must be none yet."""
         self.num_blocks += 1
         node = parent.children[tokens] = CachedBlock(parent, tokens, self.no_copies)
+        if self.owner_of is not None:  # such an operation on a long int would take as long as the rest of this
+            node.flags |= parent.flags & _OWNER
         return node
 
     def prune(self, node: CachedBlock) -> CachedBlock:

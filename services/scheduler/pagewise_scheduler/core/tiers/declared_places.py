@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Sequence
 
 from pagewise_scheduler.core.memory.block_table import BlockTable, StateTable
+from pagewise_scheduler.core.tiers.states import StateGroup
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 LEAST_TOKENS = 64
@@ -22,7 +23,7 @@ def add_declared(table: BlockTable, begin: int, places: Sequence[int], groups: S
     the prompt's end, if both are near each other: the client knows better. Others that are near are left out.
     """
     size, due, added = table.block_size, table.due, list[int]()
-    has_states = any(not group.margin for group in groups)
+    has_states = any(isinstance(group, StateGroup) for group in groups)
     depths, least = sorted({place // size for place in places}), -(-LEAST_TOKENS // size)
     for depth in (depth for depth in reversed(depths) if depth - begin >= least):
         near = [one for one in due if abs(one - depth) < least]

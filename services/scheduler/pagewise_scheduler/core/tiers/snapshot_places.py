@@ -14,6 +14,7 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.tiers.declared_places import add_declared
 from pagewise_scheduler.core.tiers.place_worth import PlaceWorth
 from pagewise_scheduler.core.tiers.snapshots import Snapshot, SnapshotPool
+from pagewise_scheduler.core.tiers.states import StateGroup
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
 _MOST_LEFT = 64
@@ -63,7 +64,7 @@ class SnapshotPlaces:
         self, table: BlockTable, prefix: CachedPrefix, begin: int, num_blocks: int, groups: Sequence[WindowGroup]
     ) -> None:
         end, junction = num_blocks, prefix.junction
-        states = next((group for group in groups if not group.margin), None)
+        states = next((group for group in groups if isinstance(group, StateGroup)), None)
         if states is not None:
             self._observe(prefix.path, junction, states)
             end -= self._before_end(end - begin)
