@@ -107,7 +107,7 @@ def test_outputs_begin_behind_all_but_the_last_token_of_their_prompt(length: int
 
 
 def test_a_prompt_holds_no_more_blocks_than_admission_counts() -> None:
-    """Two steps are in flight, and the second one has both the place where it leaves others and the one near its end."""
+    """Two steps are in flight; the second one has the place where it leaves others and the one near its end."""
     scheduler = create(600, 1, (STATES,), budget=29)
     executor = executor_for(scheduler)
     begin(scheduler, executor, [*range(44)])
