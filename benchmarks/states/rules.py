@@ -24,7 +24,7 @@ def fixed(places: Places, *, answers: bool = False) -> type[GroupedKVCacheManage
 
     class Fixed(GroupedKVCacheManager):
         def expect_snapshots(
-            self, table: BlockTable, prefix: CachedPrefix, num_tokens: int, _places: Sequence[int] = ()
+            self, table: BlockTable, prefix: CachedPrefix, num_tokens: int, _places: Sequence[int] = (), _fork: int = 0
         ) -> None:
             begin, end = max(prefix.resume, len(prefix.blocks)), num_tokens // self.block_size
             table.due = sorted(depth for depth in {*places(begin, prefix.junction, end)} if begin < depth <= end)

@@ -31,6 +31,7 @@ class StateGroup(WindowGroup):
     """The device's blocks of the states of one group of recurrent layers."""
 
     def _limits(self, most_tokens: int) -> tuple[int, int]:
+        self._most_tokens = most_tokens
         return 0, _MOST_BLOCKS
 
     def new_table(self) -> StateTable:
@@ -79,14 +80,14 @@ class StateGroup(WindowGroup):
 
     def keeps_last(self, table: StateTable, start: int, num_tokens: int, due: Sequence[int]) -> bool:
         """Whether a prompt, in computing the tokens from ``start`` to ``num_tokens``, is to keep the states behind the
-        last full block: it goes on, and has blocks for that and for what is ``due`` in these and in the next tokens."""
+        last full block: it goes on, and has blocks for that and for what is ``due`` in these and in the next chunk."""
         size = self.block_size
         # A chunk that ends with a block needs none for that: the next one has it, at its start.
         if not start < num_tokens // size * size < num_tokens or not due or num_tokens >= due[-1] * size:
             return False
         taken = [depth * size for depth in due if start < depth * size and depth not in table.skipped]
         held = len(table.blocks) + self.marks_start(table, start, num_tokens) + bisect_left(taken, num_tokens)
-        soon = bisect_left(taken, 2 * num_tokens - start) - bisect_left(taken, num_tokens)
+        soon = bisect_left(taken, start + self._most_tokens) - bisect_left(taken, num_tokens)
         # When the next chunk is planned, the tokens before ``start`` are computed, and ``computed`` has dropped some.
         dropped = max(0, bisect_left(table.tokens, start // size * size + 1) - 1)
         return max(held, held - dropped + soon) < self.most_blocks
@@ -130,6 +131,11 @@ class StateGroup(WindowGroup):
             tokens.append(token)
             blocks.append(block)
             switched.append((token, block))
+        # Beams leave states in the middle of blocks at each step. The step that begins with them is the last to read them.
+        gone = [at for at, token in enumerate(tokens[:-1]) if token % size and token < start and token != table.fork]
+        self.drop([blocks[at] for at in gone], in_flight_step)
+        for at in reversed(gone):
+            del blocks[at], tokens[at]
         if start == num_tokens and switched:  # it joins again with that
             table.entry, switched = start, []
         table.stop = num_tokens if start < num_tokens else table.stop
@@ -137,16 +143,14 @@ class StateGroup(WindowGroup):
 
     def _least(self, table: StateTable, start: int, marks: list[int]) -> list[int]:
         """The tokens of ``marks`` that may be given up, in that order: those inside of a prompt, declared ones, the one
-        at ``start``, unless others use the block that has its states, the one for further outputs, and the rest; of
-        each, the ones that save the least."""
-        inside, found = {depth * self.block_size for depth in table.inside}, list[tuple[int, int, int]]()
-        for before, token in pairwise([start, *marks]):
-            if token > start:
-                rank = 0 if token in inside else 1 if token in table.declared else 3 if token == table.fork else 4
-                found.append((rank, token - before, token))
-            elif not self.num_to_write(table):
-                found.append((2, 0, token))  # a preemption then loses the chunk before
-        return [token for _, _, token in sorted(found)]
+        at ``start``, unless others use the block that has its states, and the one for further outputs; of each, the
+        ones that save the least."""
+        ranks = {depth * self.block_size: 0 for depth in table.inside} | dict.fromkeys(table.declared, 1)
+        ranks |= {table.fork: 3, start: 2}  # without those at the start, a preemption loses the chunk before
+        if self.num_to_write(table):
+            del ranks[start]
+        saved = ((token, token - before) for before, token in pairwise([start, *marks]) if token in ranks)
+        return [token for token, _ in sorted(saved, key=lambda one: (ranks[one[0]], one[1]))]
 
     def computed(self, table: WindowTable, known: int, due: Sequence[int]) -> None:
         """Drop what is older than the newest states behind the ``known`` full blocks that are computed, but not what is
