@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from pagewise_scheduler.core.memory.budgets import Budget
@@ -107,6 +108,27 @@ def test_preemption_frees_as_many_blocks_as_it_says(least: int) -> None:
     kv.free(sequence.table, None)
     assert kv.num_available == before + freed
     assert freed == 20 - min(19, least)
+
+
+def test_preempting_two_sequences_of_a_key_frees_as_many_blocks_as_it_says() -> None:
+    scheduler = create_scheduler(num_blocks=40, max_num_batched_tokens=80)
+    with_budgets(scheduler, {"old": {DEVICE: Budget(min=18)}})
+    executor = executor_for(scheduler)
+    for first in (1, 2):
+        change(request := create_request(prompt=[first, *range(10, 57)], max_tokens=9), cache_salt="old")
+        scheduler.add(request)
+    for _ in range(3):  # the blocks of both prompts are computed
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.update(executor.execute(plan))
+    kv, tables = scheduler.kv, [sequence.table for sequence in scheduler.running]
+    promised = [kv.num_freed(table, tables[:number]) for number, table in enumerate(tables)]
+    alone, available = [kv.num_freed(table) for table in tables], [kv.num_available]
+    for table in tables:
+        kv.free(table, None)
+        available.append(kv.num_available)
+    assert [after - before for before, after in pairwise(available)] == promised
+    assert sum(alone) > sum(promised), "what protects a key grows while its sequences let go"
 
 
 def test_protected_blocks_in_host_memory_stay() -> None:

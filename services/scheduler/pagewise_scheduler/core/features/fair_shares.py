@@ -126,7 +126,8 @@ class FairShares(Feature):
         chosen: dict[RequestSequence, int] = {}
         while lacks_row or missing > sum(chosen.values()):
             victim = self._victim_above_share(over_rows if lacks_row else over_blocks, candidates)
-            if victim is None or not (frees := lacks_row + kv.num_freed(victim.table)):
+            earlier = (one.table for one in chosen)
+            if victim is None or not (frees := lacks_row + kv.num_freed(victim.table, earlier)):
                 return []
             chosen[victim] = frees - lacks_row
             candidates.remove(victim)

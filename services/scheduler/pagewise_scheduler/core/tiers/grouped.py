@@ -1,7 +1,7 @@
 """The KV memory of a model with several groups of layers: full attention, windows and states."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, takewhile
 
 from pagewise_shared.block_hash import BlockHash
@@ -152,9 +152,9 @@ class GroupedKVCacheManager(KVCacheManager):
             held += len(blocks) * group.pages_per_block
         return held
 
-    def num_freed(self, table: BlockTable) -> int:
-        """By how much ``num_available`` rises if ``table`` lets go of its blocks."""
-        freed = super().num_freed(table) * self.pages_per_block
+    def num_freed(self, table: BlockTable, earlier: Iterable[BlockTable] = ()) -> int:
+        """By how much ``num_available`` rises if ``table`` lets go of its blocks after the tables ``earlier``."""
+        freed = super().num_freed(table, earlier) * self.pages_per_block
         for group, one in zip(self.windows, table.windows, strict=True):
             freed += sum(group.users(block) == 1 for block in one.blocks) * group.pages_per_block
         return freed

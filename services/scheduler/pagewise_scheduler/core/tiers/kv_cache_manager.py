@@ -1,7 +1,7 @@
 """Gives sequences their blocks on demand, shares cached blocks, and takes blocks back when it is safe."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import attrgetter
 
@@ -138,9 +138,9 @@ class KVCacheManager(WindowHooks):
         """Blocks that ``tables`` hold; blocks that they share count once."""
         return len({block for table in tables for block in table.blocks})
 
-    def num_freed(self, table: BlockTable) -> int:
-        """By how much ``num_available`` rises if ``table`` lets go of its blocks."""
-        return self.pool.num_freed(table.blocks)
+    def num_freed(self, table: BlockTable, earlier: Iterable[BlockTable] = ()) -> int:
+        """By how much ``num_available`` rises if ``table`` lets go of its blocks after the tables ``earlier``."""
+        return self.pool.num_freed(table.blocks, (block for one in earlier for block in one.blocks))
 
     def num_missing(self, table: BlockTable, num_tokens: int) -> int:
         """By how much ``num_available`` falls at most if ``table`` grows to ``num_tokens`` tokens."""

@@ -17,7 +17,7 @@ from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import EvictionPolicy
 from pagewise_scheduler.core.memory.eviction_history import LossReason
 from pagewise_scheduler.core.memory.eviction_queue import EvictionQueue
-from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, PrefixTree
+from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, OWNER_SHIFT, CachedBlock, PrefixTree
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies, Tier
 
 if TYPE_CHECKING:
@@ -111,14 +111,20 @@ class Pool:
         """How many holders the block has; 0 means free or cached."""
         return self._references[block]
 
-    def num_freed(self, blocks: Iterable[int]) -> int:
-        """By how much ``num_available`` rises if each of these blocks, of one owner, loses one reference."""
-        references = self._references
-        if self.budgets is None:
+    def num_freed(self, blocks: Iterable[int], earlier: Iterable[int] = ()) -> int:
+        """By how much ``num_available`` rises if each of these blocks, of one owner, loses one reference after the
+        blocks ``earlier`` have lost one each."""
+        references, budgets = self._references, self.budgets
+        if budgets is None:
             return sum(references[block] == 1 for block in blocks)
         last = [self._nodes[block] for block in blocks if references[block] == 1]
         known = [node for node in last if node is not None]
-        return len(last) - (self.budgets.more_protected(known[0], len(known)) if known else 0)
+        if not known:
+            return len(last)
+        before = [node for block in earlier if references[block] == 1 and (node := self._nodes[block]) is not None]
+        num_before = sum(node.flags >> OWNER_SHIFT == known[0].flags >> OWNER_SHIFT for node in before)
+        protected = (budgets.more_protected(known[0], number) for number in (num_before, num_before + len(known)))
+        return len(last) + next(protected) - next(protected)
 
     def num_shared(self, nodes: Sequence[CachedBlock]) -> int:
         """By how much less ``num_available`` falls if a sequence begins with these blocks than with as many new blocks:

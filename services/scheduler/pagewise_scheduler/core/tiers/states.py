@@ -131,7 +131,7 @@ class StateGroup(WindowGroup):
             tokens.append(token)
             blocks.append(block)
             switched.append((token, block))
-        # Beams leave states in the middle of blocks at each step. The step that begins with them is the last to read them.
+        # Beams leave states in the middle of blocks at each step. The step that begins with them reads them last.
         gone = [at for at, token in enumerate(tokens[:-1]) if token % size and token < start and token != table.fork]
         self.drop([blocks[at] for at in gone], in_flight_step)
         for at in reversed(gone):
