@@ -71,7 +71,7 @@ def choose_kernels(config: ExecutorConfig, found: Candidates, layers: Sequence[A
         from pagewise_kernels.launch import use_dependent_launch
 
         use_dependent_launch(config.dependent_launch)
-    computes = kernels == "cpu" or (kernels == "torch" and config.quantization == "int8")
+    computes = kernels == "cpu" or (kernels == "torch" and config.quantization in ("int8", "int4"))
     return kernels, bool(unfit) or (computes and _is_narrower())
 
 
