@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+SYMMETRIC_ZERO = 8
+"""The zero of weights that come without zeros."""
 GROUP = 64
 """The inputs of an output that share a scale and a zero in weights that are quantised while loading."""
 _SHRINKS = (1.0, 0.95, 0.9)
@@ -27,7 +29,7 @@ class FourBitWeight:
 
     def dequantised(self) -> torch.Tensor:
         """Return the weights as float32 [outs, ins]."""
-        zeros = 8 if self.zeros is None else self.zeros[:, self.group_of]
+        zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros[:, self.group_of]
         return (self.codes.float() - zeros) * self.scales[:, self.group_of]
 
     def rows(self, start: int, stop: int) -> "FourBitWeight":
@@ -46,7 +48,7 @@ def join_outputs(weights: Sequence[FourBitWeight]) -> FourBitWeight | None:
     if not all(torch.equal(one.group_of, first.group_of) for one in weights):
         return None
     codes, scales = torch.cat([one.codes for one in weights]), torch.cat([one.scales for one in weights])
-    zeros = [torch.full_like(one.scales, 8).byte() if one.zeros is None else one.zeros for one in weights]
+    zeros = [torch.full_like(one.scales, SYMMETRIC_ZERO).byte() if one.zeros is None else one.zeros for one in weights]
     symmetric = all(one.zeros is None for one in weights)
     return FourBitWeight(codes, scales, None if symmetric else torch.cat(zeros), first.group_of)
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
+from pagewise_executor.models import four_bit_weight
+from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.packed_linear import Int4Linear, Int8Linear, is_conv1d, is_quantised
 from pagewise_executor.models.quantised_weight import (
     FP8,
@@ -71,6 +73,19 @@ class QuantisedLinear(nn.Module):
             rounded = values * scales
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(rounded, self.quantised.dequantised(), bias).to(x.dtype)
+
+
+class FourBitLinear(nn.Module):
+    """A linear layer in four bits that has been read, and does not compute: ``make_fast`` makes it an ``Int4Linear``.
+
+    ``weight`` [out, in] has the shape and the type of the rest of the model, but no data.
+    """
+
+    def __init__(self, quantised: FourBitWeight, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.quantised = quantised
+        self.bias = None if bias is None else nn.Buffer(bias.detach())
+        self.weight = torch.empty(quantised.codes.shape, device="meta")
 
 
 class TritonQuantisedLinear(QuantisedLinear):
@@ -159,6 +174,12 @@ def join_linears(linears: Sequence[nn.Module]) -> nn.Module:
 
     Of different static scales of inputs the largest one is used, so that no input is clipped that was not before.
     """
+    four = [linear for linear in linears if isinstance(linear, FourBitLinear)]
+    if len(four) == len(linears) and len({linear.bias is None for linear in four}) == 1:
+        joined = four_bit_weight.join_outputs([linear.quantised for linear in four])
+        biases: list[torch.Tensor] = [linear.bias for linear in four if linear.bias is not None]
+        if joined is not None:
+            return FourBitLinear(joined, torch.cat(biases) if biases else None)
     quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
     kinds = {(linear.values.dtype, linear.inputs, linear.bias is None) for linear in quantised}
     if len(quantised) < len(linears) or len(kinds) > 1:
@@ -197,6 +218,8 @@ def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: 
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if type(module) is QuantisedLinear:
             model.set_submodule(name, _fast(module, kernels, device))
+        elif isinstance(module, FourBitLinear):
+            model.set_submodule(name, Int4Linear(module.quantised, module.bias))
 
 
 def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
