@@ -6,7 +6,7 @@ The texts are modules of Python's standard library, which the demo model was tra
 tokens, so each position is one comparison: the Kullback-Leibler divergence from the exact distribution, and whether the
 likeliest token is the same one. ``greedy``: how many tokens that the exact model generates greedily the other one
 generates as well, before the first that differs. ``fp8 weights``: with
-inputs that are not rounded, as on GPUs without FP8.
+inputs that are not rounded, as on GPUs without FP8. ``int4 weights``: likewise.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagewise_executor.models.packed_linear import pack_linears
+from pagewise_executor.models.packed_linear import Int4Linear, Quantization, pack_linears, quantisation_of
+from pagewise_executor.models.preparation import parts_of
 from pagewise_executor.models.quantised_linear import QuantisedLinear, quantise_linears
 from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise_inputs
 from pagewise_shared.model_files import resolve_model
@@ -40,6 +41,24 @@ class _Unpacked(torch.nn.Module):
             values, scales = quantise_inputs(x.flatten(0, -2), FP8, self.inputs)
             x = (values * scales).view(x.shape)
         return torch.nn.functional.linear(x, self.exact, self.bias)
+
+
+class _ExactInputs(torch.nn.Module):
+    """Computes a layer in four bits with inputs in float32."""
+
+    def __init__(self, linear: Int4Linear) -> None:
+        super().__init__()
+        self.packed = linear.packed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.packed.linear(x.flatten(0, -2), exact=True).view(*x.shape[:-1], -1)
+
+
+def _packed(model: Any, quantization: Quantization) -> Any:
+    """Return a model with the linear layers that ``--quantization`` makes."""
+    for part in list(parts_of(model)):
+        pack_linears(model, "cpu", quantisation_of(part, quantization), part)
+    return model
 
 
 def _differences(exact: Any, other: Any, texts: list[torch.Tensor]) -> dict[str, Any]:
@@ -76,11 +95,21 @@ def main() -> None:
     path = resolve_model(args.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     kind: Any = AutoModelForCausalLM
-    exact, quantised = (kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
-    pack_linears(quantised, "cpu", "int8")
-    others = {"int8": quantised, "bfloat16": kind.from_pretrained(path, dtype=torch.bfloat16).eval()}
+
+    def exact_model() -> Any:
+        return kind.from_pretrained(path, dtype=torch.float32).eval()
+
+    exact = exact_model()
+    others = {
+        "int8": _packed(exact_model(), "int8"), "int4": _packed(exact_model(), "int4"),
+        "int4 weights": _packed(exact_model(), "int4"),
+        "bfloat16": kind.from_pretrained(path, dtype=torch.bfloat16).eval(),
+    }  # fmt: skip
+    for place, module in list(others["int4 weights"].named_modules()):
+        if isinstance(module, Int4Linear):
+            others["int4 weights"].set_submodule(place, _ExactInputs(module))
     for name, inputs in (("fp8", Inputs()), ("fp8 weights", Inputs(quantised=False))):
-        others[name] = kind.from_pretrained(path, dtype=torch.float32).eval()
+        others[name] = exact_model()
         for layer in range(len(others[name].model.layers)):
             quantise_linears(others[name], FP8, f"model.layers.{layer}")
         for place, module in list(others[name].named_modules()):

@@ -281,12 +281,13 @@ class Model(torch.nn.Module):
             30_000_000,
             {},
             "in float32 they take 42MiB, and 29MiB are free; --dtype bfloat16 takes 21MiB, or --quantization int8 "
-            "takes 14MiB",
+            "takes 14MiB, or --quantization int4 takes 9311KiB",
         ),
-        (15_000_000, {}, "; --quantization int8 takes 14MiB"),
-        (9_000_000, {}, "; take a smaller model, or a machine with more than 14MiB for it"),
+        (15_000_000, {}, "; --quantization int8 takes 14MiB, or --quantization int4 takes 9311KiB"),
+        (9_000_000, {}, "; take a smaller model, or a machine with more than 9311KiB for it"),
         (15_000_000, {"quantization": "int8"}, None),
         (9_000_000, {"quantization": "int8"}, "in int8 they take 14MiB"),
+        (10_000_000, {"quantization": "int4"}, None),
     ],
 )
 def test_what_would_fit(

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
-from pagewise_executor.models.packed_linear import pack_linears
+from pagewise_executor.models.packed_linear import Quantization, pack_linears, quantisation_of
+from pagewise_executor.models.preparation import parts_of
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.config import ExecutorConfig
@@ -34,7 +35,7 @@ def check_family(
     device: str,
     block_size: int,
     kernels: str = "auto",
-    quantization: str = "none",
+    quantization: Quantization = "none",
     shape: Mapping[str, int] | None = None,
     **options: object,
 ) -> None:
@@ -44,9 +45,10 @@ def check_family(
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager" if family in EAGER else "sdpa"
     ).to(device)
-    if quantization == "int8":
+    if quantization != "none":
         absorbed = {name: layer for name, layer in model.named_modules() if name.endswith("kv_b_proj")}
-        pack_linears(model, "cpu", "int8")
+        for part in list(parts_of(model)):
+            pack_linears(model, "cpu", quantisation_of(part, quantization), part)
         for name, layer in absorbed.items():  # the executor absorbs it, and does not round it
             model.set_submodule(name, layer)
     rng = random.Random(3)
@@ -59,7 +61,7 @@ def check_family(
             device=device,  # type: ignore[arg-type]
             dtype="float32",
             kernels=kernels,  # type: ignore[arg-type]
-            quantization=quantization,  # type: ignore[arg-type]
+            quantization=quantization,
             block_size=block_size,
             num_blocks=600,
             **({"max_num_seqs": 32, "profile": False} | options),  # type: ignore[arg-type] # few, because each number gets a CUDA graph

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pagewise_executor.models.packed_linear import Quantization
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.parity import check_family
@@ -47,17 +48,22 @@ def test_greedy_tokens_of_further_families_equal_generate(
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "quantization"),
     [
-        *("llama", "qwen3", "gpt2", "gemma3", "granitemoehybrid"),
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("qwen3_next", "nemotron_h", "lfm2", "kimi_linear")),
+        *((one, "int8") for one in ("llama", "qwen3", "gpt2", "gemma3", "granitemoehybrid")),
+        *((one, "int4") for one in ("llama", "gpt2")),
+        *(
+            pytest.param(one, kind, marks=pytest.mark.long)
+            for one in ("qwen3_next", "nemotron_h", "lfm2", "kimi_linear")
+            for kind in ("int8", "int4")
+        ),
     ],
 )
-def test_greedy_tokens_in_eight_bits_equal_those_of_generate_with_the_same_linear_layers(
-    family: str, tmp_path: Path
+def test_greedy_tokens_of_quantised_models_equal_those_of_generate_with_the_same_linear_layers(
+    family: str, quantization: Quantization, tmp_path: Path
 ) -> None:
     need_cpu_kernels()
-    check_family(family, tmp_path, "cpu", 16, kernels="cpu", quantization="int8")
+    check_family(family, tmp_path, "cpu", 16, kernels="cpu", quantization=quantization)
 
 
 @pytest.mark.gpu

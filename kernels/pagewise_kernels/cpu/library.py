@@ -55,6 +55,9 @@ FUNCTIONS = {
     "pagewise_linear_int8": [
         _POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG, _LONG, _LONG, _POINTER
     ],
+    "pagewise_linear_int4": [
+        _POINTER, _LONG, *[_POINTER] * 5, ctypes.c_float, *[_POINTER] * 4, *[_LONG] * 7, _POINTER
+    ],
     "pagewise_sizeof_attention": [],
     "pagewise_attend": [_POINTER],
     "pagewise_sizeof_recurrence": [],

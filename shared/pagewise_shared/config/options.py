@@ -486,9 +486,9 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         _help("attention of prompts on a GPU; auto: the fastest of Triton, Gluon, FlashAttention 3 and FlashInfer"),
     ] = "auto"
     quantization: Annotated[
-        Literal["none", "int8", "fp8"],
+        Literal["none", "int8", "int4", "fp8"],
         _help(
-            "quantise linear layers while they are loaded: int8 on the CPU, fp8 on GPUs; none: as the checkpoint is",
+            "quantise linear layers while they are loaded: int8 or int4 on the CPU, fp8 on GPUs; none: as they are",
             more="A checkpoint that is quantised needs no option ([quantization.md](quantization.md)). Experts of "
             "mixtures are not quantised. Tokens change: [quantization.md](quantization.md#what-it-changes) says how "
             "much. Executors that serve a model together need the same value.",

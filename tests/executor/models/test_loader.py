@@ -11,6 +11,7 @@ import pytest
 import torch
 from pagewise_executor.kv.kv_pool import bytes_per_block, pool_size
 from pagewise_executor.models import loader
+from pagewise_executor.models.kernel_choice import candidates
 from pagewise_executor.models.loader import load_model
 from pagewise_kernels.cpu import library
 from pagewise_kernels.cpu.library import LibraryMissingError
@@ -231,21 +232,24 @@ def test_a_type_that_this_cpu_computes_slowly_is_warned_of(
     assert (f"no instructions for {dtype}" in caplog.text) is warned
 
 
-def test_weights_in_eight_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_weights_on_the_cpu(kind: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_cpu_kernels()
     exact, quantised = (
         load_model(ExecutorConfig(model=str(model), device="cpu", quantization=quantization))
-        for quantization in ("none", "int8")
+        for quantization in ("none", kind)
     )
-    assert quantised.fingerprint == f"{exact.fingerprint}-int8", "another model: its tokens are others"
-    kinds = {type(module).__name__ for module in quantised.model.modules() if hasattr(module, "packed")}
-    assert kinds == {"Int8Linear"}
+    assert quantised.fingerprint == f"{exact.fingerprint}-{kind}", "another model: its tokens are others"
+    found = {type(module).__name__ for module in quantised.model.modules() if hasattr(module, "packed")}
+    assert found == {"Int8Linear", *(["Int4Linear"] if kind == "int4" else [])}, "the head has eight bits"
+    with pytest.raises(ModelError, match=f"--quantization {kind}: it is for the CPU, not for cuda: take fp8"):
+        candidates(ExecutorConfig(model=str(model), quantization=kind), torch.device("cuda"), torch.float32)
     for options, why in (
         ({"dtype": "bfloat16"}, "in float32, not in bfloat16"),
         ({"kernels": "triton"}, "not with --kernels triton"),
         ({"deterministic": True}, "not with --deterministic"),
     ):
-        assert f"--quantization int8: {why}" in refused(model, quantization="int8", **options).replace(
+        assert f"--quantization {kind}: {why}" in refused(model, quantization=kind, **options).replace(
             "the rest of the model computes ", ""
         )
 
@@ -253,4 +257,4 @@ def test_weights_in_eight_bits(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise LibraryMissingError("it is not there")
 
     monkeypatch.setattr("pagewise_kernels.cpu.library.load_library", missing)
-    assert "--quantization int8: it is not there" in refused(model, quantization="int8")
+    assert f"--quantization {kind}: it is not there" in refused(model, quantization=kind)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,9 @@ def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     return found | dict(loaded.model.named_parameters())
 
 
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"kernels": "cpu"}, {"kernels": "torch"}])
+@pytest.mark.parametrize(
+    "options", [{"quantization": "int8"}, {"quantization": "int4"}, {"kernels": "cpu"}, {"kernels": "torch"}]
+)
 @pytest.mark.parametrize("family", FUSED)
 def test_weights_are_the_same_whoever_reads_them(
     family: str, options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,9 +120,9 @@ def test_the_parts_of_every_family_are_its_layers_and_what_is_beside_them(tmp_pa
         assert sum(bool(re.search(r"\.\d+$", part)) for part in parts) == 3
 
 
-def quantised_log(path: Path, caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
+def quantised_log(path: Path, caplog: pytest.LogCaptureFixture, quantization: Any = "int8") -> logging.LogRecord:
     with caplog.at_level(logging.INFO):
-        load_model(ExecutorConfig(model=str(path), device="cpu", quantization="int8"))
+        load_model(ExecutorConfig(model=str(path), device="cpu", quantization=quantization))
     (record,) = [one for one in caplog.records if "in eight bits" in one.getMessage()]
     return record
 
@@ -141,8 +144,12 @@ def test_the_log_says_how_much_quantisation_changes_the_weights(
     others = sum(weight.numel() for weight in model.parameters()) - linear
     assert f"{linear} weights" in record.getMessage()
     assert f"changes them by {100 * (error / squares) ** 0.5:.2f}%" in record.getMessage()
-    assert "docs/performance.md" in record.getMessage()
+    assert "docs/quantization.md" in record.getMessage()
     assert f"{others} weights stay in float32: Embedding {199 * 48}" in record.getMessage()
+    caplog.clear()
+    four = quantised_log(tmp_path, caplog, "int4").getMessage()
+    assert f"{linear - 199 * 48} weights are in four bits, {199 * 48} weights are in eight bits (13 linear" in four
+    assert 4 < float(re.findall(r"changes them by (.*)%", four)[0]) < 12
 
 
 def test_the_log_says_that_experts_stay_in_float32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -80,11 +80,12 @@ def test_further_families(family: str, kernels: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_weights_in_eight_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights(quantization: str, tmp_path: Path) -> None:
     """Ranks round parts of rows, so the tokens are of other weights; but they are the same every time."""
     need_cpu_kernels()
     build_model("llama", tmp_path, seed=7)
-    group = ThreadGroup(tmp_path, 2, kernels="cpu", quantization="int8")
+    group = ThreadGroup(tmp_path, 2, kernels="cpu", quantization=quantization)
     first, _ = greedy(group)  # type: ignore[arg-type]
     assert greedy(group)[0] == first  # type: ignore[arg-type]
     group.close()

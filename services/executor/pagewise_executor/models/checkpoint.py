@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.four_bit_checkpoint import FourBitScheme, StoredFourBitLinear
+from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.mxfp4_experts import Mxfp4Experts
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, Scheme
-from pagewise_executor.models.quantised_linear import QuantisedLinear
+from pagewise_executor.models.quantised_linear import FourBitLinear, QuantisedLinear
 from pagewise_executor.models.quantised_weight import FP8, QuantisedWeight
 from pagewise_executor.models.shards import Shards, UnknownShardError, vocabulary_names
 from pagewise_executor.models.weight_files import FileTensor, Headers, open_weights
@@ -205,6 +207,11 @@ class StoredTensor(NamedTuple):
         return self.shape if same else found
 
 
+_WEIGHTS = ("weight", "weight_packed", "qweight")
+_ENDS = (*_WEIGHTS, "g_idx", "bias")
+"""The ends of the names of a layer's tensors that tell how it is stored."""
+
+
 class StoredLinear(nn.Module):
     """A quantised linear layer as the files have it, with the files' names of its parameters.
 
@@ -259,12 +266,16 @@ def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, tensors: Map
     """
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            weight = f"{name}.weight" if f"{name}.weight" in tensors else f"{name}.weight_packed"
+            ends = [end for end in _ENDS if f"{name}.{end}" in tensors]
             there, stored = name, None
-            if (found := tensors.get(weight)) is not None:
+            if ends and ends[0] in _WEIGHTS:
+                found = tensors[f"{name}.{ends[0]}"]
                 there, stored = found.name.rpartition(".")[0], found.info.dtype
-            if (scheme := checkpoint.scheme(there, stored)) is not None:
-                outs, ins = module.weight.shape
+            scheme, (outs, ins) = checkpoint.scheme(there, stored), module.weight.shape
+            if isinstance(scheme, FourBitScheme):
+                own = StoredFourBitLinear(scheme, outs, ins, module.bias is not None, ends)
+                model.set_submodule(name, own)
+            elif scheme is not None:
                 # transformers writes the second name of each for quant_method fp8.
                 names = [
                     second if f"{name}.{second}" in tensors else first
@@ -279,7 +290,7 @@ def place_whole(model: nn.Module, whole: nn.Module) -> None:
     They are read whole, one part of the model at a time, and then cut: blocks of scales do not end where parts do.
     """
     for name, module in whole.named_modules():
-        if isinstance(module, StoredLinear):
+        if isinstance(module, StoredLinear | StoredFourBitLinear):
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             module.part = list(linear.weight.shape)
@@ -291,7 +302,7 @@ def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
     return {
         f"{name}.{own}": StoredTensor(weight.dtype, list(weight.shape), frozenset(_TYPES.get(weight.dtype, _FLOATS)))
         for name, module in model.named_modules()
-        if isinstance(module, StoredLinear | Mxfp4Experts)
+        if isinstance(module, StoredLinear | StoredFourBitLinear | Mxfp4Experts)
         for own, weight in module.named_parameters()
         if not own.endswith("bias")
     }
@@ -304,14 +315,19 @@ def take_stored(model: nn.Module, within: str, dtype: torch.dtype, shards: Shard
         ValueError: packed weights or static scales are invalid. UnknownShardError: a weight cannot be divided.
     """
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
-        if isinstance(module, StoredLinear):
-            linear = module.loaded(dtype)
+        if isinstance(module, StoredLinear | StoredFourBitLinear):
+            linear: Stored = (
+                FourBitLinear(*module.loaded()) if isinstance(module, StoredFourBitLinear) else module.loaded(dtype)
+            )
             if shards is not None and module.part is not None:
                 linear = part_of(linear, name, module.part, shards)
             model.set_submodule(name, linear)
 
 
-def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards) -> QuantisedLinear:
+Stored = QuantisedLinear | FourBitLinear
+
+
+def part_of(linear: Stored, name: str, shape: list[int], shards: Shards) -> Stored:
     """Return a rank's part of a quantised layer: a weight of this ``shape``, some of its outputs or of its inputs.
 
     A layer of which each rank has some inputs has its bias on rank 0 alone (``Shards.read``), and rounds by its inputs.
@@ -319,7 +335,7 @@ def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards
     Raises:
         UnknownShardError: the outputs cannot be divided.
     """
-    (outs, ins), weight = linear.values.shape, linear.quantised
+    (outs, ins), weight = linear.weight.shape, linear.quantised
     shards.note(name, (outs, ins))
     bias: torch.Tensor | None = linear.bias
     if shape[0] < outs:
@@ -331,4 +347,7 @@ def part_of(linear: QuantisedLinear, name: str, shape: list[int], shards: Shards
         weight, bias = weight.rows(start, stop), None if bias is None else bias[start:stop]
     if shape[1] < ins:
         weight = weight.columns(*shards.span(ins, shape[1]))
+    if isinstance(weight, FourBitWeight):
+        return FourBitLinear(weight, bias)
+    assert isinstance(linear, QuantisedLinear)
     return QuantisedLinear(weight, linear.inputs, linear.weight.dtype, bias, linear.static_scale)

@@ -15,7 +15,7 @@ from torch import nn
 from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.models.long_rope import LongRope
 from pagewise_executor.models.operations import HeadNorm, Operations, Rotation
-from pagewise_executor.models.quantised_linear import QuantisedLinear, join_linears
+from pagewise_executor.models.quantised_linear import FourBitLinear, QuantisedLinear, join_linears
 from pagewise_executor.models.skinny_linear import Rows
 from pagewise_executor.models.support import attention_shape
 
@@ -233,8 +233,8 @@ def _joined(linears: list[object]) -> nn.Module:
     return _from_weights(torch.cat([part.weight.detach() for part in parts]), bias)
 
 
-def _linear(module: object) -> nn.Linear | QuantisedLinear:
-    assert isinstance(module, nn.Linear | QuantisedLinear)
+def _linear(module: object) -> nn.Linear | QuantisedLinear | FourBitLinear:
+    assert isinstance(module, nn.Linear | QuantisedLinear | FourBitLinear)
     return module
 
 

@@ -22,11 +22,17 @@ class Candidates(NamedTuple):
     unfit: list[str]
 
 
-def candidates(config: ExecutorConfig, device: torch.device, dtype: torch.dtype, stored: bool = False) -> Candidates:
+def candidates(
+    config: ExecutorConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: bool = False,
+    four_bits: bool = False,
+) -> Candidates:
     """Return the kernels that may compute a model, as far as that is known before its weights are loaded.
 
-    ``stored``: its checkpoint is quantised. With ``auto`` these are the Triton kernels on a GPU, the operations in C on
-    the CPU, and last PyTorch, which computes every model.
+    ``stored``: its checkpoint is quantised; ``four_bits``: in four bits. With ``auto`` these are the Triton kernels on
+    a GPU, the operations in C on the CPU, and last PyTorch, which computes every model.
 
     Raises:
         ModelError: options cannot be fulfilled.
@@ -35,6 +41,8 @@ def candidates(config: ExecutorConfig, device: torch.device, dtype: torch.dtype,
         raise ModelError(f"--quantization {config.quantization}: {error}")
     if stored and config.deterministic:
         raise ModelError(f"{config.model}: its weights are quantised, which does not go together with --deterministic")
+    if four_bits and (error := _error_of_cpu_weights(config, device, dtype)):
+        raise ModelError(f"{config.model}: its weights are in four bits, which is for the CPU in float32: {error}")
     if config.attention != "auto":
         from pagewise_executor.attention.prefill_choice import refuse_attention
 
@@ -71,7 +79,7 @@ def choose_kernels(config: ExecutorConfig, found: Candidates, layers: Sequence[A
         from pagewise_kernels.launch import use_dependent_launch
 
         use_dependent_launch(config.dependent_launch)
-    computes = kernels == "cpu" or (kernels == "torch" and config.quantization == "int8")
+    computes = kernels == "cpu" or (kernels == "torch" and config.quantization in ("int8", "int4"))
     return kernels, bool(unfit) or (computes and _is_narrower())
 
 
@@ -124,6 +132,13 @@ def _error_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: 
         return "not with --deterministic" if config.deterministic else ""
     if device.type != "cpu":
         return f"it is for the CPU, not for {device}: take fp8"
+    return _error_of_cpu_weights(config, device, dtype)
+
+
+def _error_of_cpu_weights(config: ExecutorConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Return why the CPU operations cannot compute linear layers with weights in eight or four bits."""
+    if device.type != "cpu":
+        return f"not on {device}"
     if config.kernels == "triton" or config.deterministic:
         return f"not with {'--deterministic' if config.deterministic else f'--kernels {config.kernels}'}"
     if dtype != torch.float32:

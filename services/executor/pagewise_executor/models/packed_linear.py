@@ -1,4 +1,4 @@
-"""Linear layers for the CPU: weights in the layout of oneDNN or of the CPU operations, or in eight bits.
+"""Linear layers for the CPU: weights in the layout of oneDNN or of the CPU operations, or in eight or four bits.
 
 PyTorch passes a plain weight to MKL or reorders it on every call; for the few rows of a decode step, either costs more
 than the product. With weights that are reordered once, a small batch is several times faster (the numbers are in
@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
+from pagewise_executor.models.four_bit_weight import FourBitWeight, quantise
 
 if TYPE_CHECKING:
+    from pagewise_kernels.cpu.linear_int4 import Int4Weight
     from pagewise_kernels.cpu.linear_int8 import Int8Weight
     from pagewise_kernels.cpu.operations import PackedWeight
 
@@ -26,6 +28,9 @@ TORCH_VERSIONS = ((2, 11), (2, 15))
 ``torch.utils.mkldnn`` does so for convolutions only, which take longer."""
 _ROWS = 32  # the batch size that the layout is made for; others work as well
 _TYPES = (torch.float32, torch.bfloat16)
+
+Quantization = Literal["none", "int8", "int4", "fp8"]
+"""The values of the option."""
 
 
 class PackedLinear(nn.Module):
@@ -61,7 +66,7 @@ def rounded_rows(rows: int) -> int:
 class CpuLinear(nn.Module):
     """A linear layer by the CPU operations, in float32."""
 
-    packed: "PackedWeight | Int8Weight"
+    packed: "PackedWeight | Int8Weight | Int4Weight"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         from pagewise_kernels.cpu.operations import PackedWeight
@@ -78,7 +83,10 @@ class CpuLinear(nn.Module):
 
 
 class Int8Linear(CpuLinear):
-    """A linear layer by the CPU operations in eight bits. An int8 ``weight`` comes with ``scales`` [out]."""
+    """A linear layer by the CPU operations in eight bits. An int8 ``weight`` comes with ``scales`` [out].
+
+    ``rounding``: the sums of the squares of the weights and of their rounding errors; zeros if they were int8.
+    """
 
     packed: "Int8Weight"
 
@@ -87,23 +95,50 @@ class Int8Linear(CpuLinear):
 
         nn.Module.__init__(self)
         self.packed = Int8Weight(weight, bias, scales)
+        self.rounding = self.packed.squares, self.packed.squared_error
         self.weight = torch.empty(weight.shape, device="meta")
 
 
-def pack_linears(
-    model: nn.Module, kernels: Kernels, quantization: Literal["none", "int8", "fp8"] = "none", within: str = ""
-) -> int:
+class Int4Linear(CpuLinear):
+    """A linear layer by the CPU operations in four bits, whose inputs are rounded to eight bits by group.
+
+    ``rounding``: as of ``Int8Linear``.
+    """
+
+    packed: "Int4Weight"
+
+    def __init__(
+        self, weight: FourBitWeight, bias: torch.Tensor | None, rounding: tuple[float, float] = (0.0, 0.0)
+    ) -> None:
+        from pagewise_kernels.cpu.linear_int4 import Int4Weight
+
+        nn.Module.__init__(self)
+        self.packed = Int4Weight(weight.codes, weight.scales, weight.zeros, weight.group_of, bias)
+        self.rounding = rounding
+        self.weight = torch.empty(weight.codes.shape, device="meta")
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "Int4Linear":
+        """Quantise the weight float32 [out, in] of a linear layer."""
+        given = weight.detach()
+        made, error = quantise(given)
+        return cls(made, bias, (float(torch.linalg.vector_norm(given)) ** 2, error))
+
+
+def pack_linears(model: nn.Module, kernels: Kernels, quantization: Quantization = "none", within: str = "") -> int:
     """Replace the linear layers of a model on the CPU by packed ones; return how many.
 
-    With ``int8`` they are ``Int8Linear``, in a model in float32. Otherwise they are ``CpuLinear`` in float32 models on
-    the CPU operations, where these are as fast as oneDNN, or else ``PackedLinear`` if oneDNN is available.
+    With ``int8`` they are ``Int8Linear``, with ``int4`` ``Int4Linear``, in a model in float32. Otherwise they are
+    ``CpuLinear`` in float32 models on the CPU operations, where these are as fast as oneDNN, or else ``PackedLinear``
+    if oneDNN is available.
 
     ``within``: the name of a part of ``model``; empty: all of it.
 
     Raises:
         ValueError: a layer has too many inputs for weights in eight bits.
     """
-    kind = None if quantization == "int8" else _kind_of_packed(kernels)
+    own: dict[Quantization, Callable[..., nn.Module]] = {"int8": Int8Linear, "int4": Int4Linear.of}
+    quantised, kind = own.get(quantization), _kind_of_packed(kernels)
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within, remove_duplicate=False)):
         transposed = is_conv1d(module)
@@ -111,7 +146,7 @@ def pack_linears(
             continue
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
-        replaced = kind(weight) if kind is not None else Int8Linear if goes_to_eight_bits(module) else None
+        replaced = kind(weight) if quantised is None else quantised if is_quantised(module) else None
         if replaced is not None:
             model.set_submodule(name, replaced(weight.t() if transposed else weight, bias))
             count += 1
@@ -159,8 +194,20 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.") and type(module).__name__ == "Conv1D"
 
 
-def goes_to_eight_bits(module: nn.Module) -> bool:
-    """Return whether ``--quantization`` brings the weight of a module into eight bits.
+def quantisation_of(part: str, quantization: Quantization) -> Quantization:
+    """Return how linear layers of a part of a model are quantised, given its name.
+
+    Those of decoder layers are as the option says. The head, where rounding changes tokens more, has eight bits with
+    ``int4``, and stays as it is with ``fp8``.
+    """
+    if part.rpartition(".")[2].isdecimal():
+        return quantization
+    of_head: dict[Quantization, Quantization] = {"int4": "int8", "fp8": "none"}
+    return of_head.get(quantization, quantization)
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Return whether ``--quantization`` brings the weight of a module into fewer bits.
 
     Those of linear layers go, and not the experts of mixtures, which are no linear layers. A layer with one output or
     one input stays as it is: it takes little memory, and gates whole layers, such as the shared expert of Qwen2-MoE.

@@ -6,7 +6,6 @@ memory of the prepared model and of one original part, and not twice the memory 
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import torch
 from pagewise_shared.config import ExecutorConfig
@@ -23,7 +22,7 @@ from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse
 from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.mxfp4_experts import make_mxfp4_fast
 from pagewise_executor.models.operations import CpuOperations, Operations, TritonOperations
-from pagewise_executor.models.packed_linear import pack_linears
+from pagewise_executor.models.packed_linear import pack_linears, quantisation_of
 from pagewise_executor.models.quantised_linear import make_fast, quantise_linears, report
 from pagewise_executor.models.quantised_weight import FP8
 
@@ -65,7 +64,7 @@ def prepare(
     for part in parts:
         if read is not None:
             read(part)
-        if config.quantization == "fp8" and quantises(part, "fp8"):
+        if quantisation_of(part, config.quantization) == "fp8":
             quantise_linears(model, FP8, part)
         fused += fuse_layers(model, operations, part, reduce)
         packed += _replace_linears(config, model, kernels, device, part, alone=ranks.size == 1)
@@ -92,7 +91,7 @@ def _replace_linears(
         return 0
     if kernels == "cpu":
         pack_mixtures(model, part, alone)
-    packed = pack_linears(model, kernels, config.quantization, part)
+    packed = pack_linears(model, kernels, quantisation_of(part, config.quantization), part)
     return_freed_memory()  # the next part may not fit into the holes that this one has left
     return packed
 
@@ -106,12 +105,6 @@ def parts_of(model: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from parts_of(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}"
-
-
-def quantises(part: str, quantization: Literal["none", "int8", "fp8"]) -> bool:
-    """Return whether linear layers of a part of a model are quantised, given its name: with ``fp8`` those of decoder
-    layers, and not the head."""
-    return quantization == "int8" or (quantization == "fp8" and part.rpartition(".")[2].isdecimal())
 
 
 def _make_deterministic(name: str, model: nn.Module, kernels: str, not_fused: int) -> None:

@@ -1,12 +1,14 @@
 """Reads from config.json how the weights of a checkpoint are quantised, and refuses unsupported schemes by name.
 
-Two forms are read: compressed-tensors, as llm-compressor writes it, and ``quant_method: fp8``, which DeepSeek and Qwen
-(scales per block) and AutoFP8 (scales per tensor) write. The experts of gpt-oss are in MXFP4.
+These forms are read: compressed-tensors, as llm-compressor writes it; ``quant_method: fp8``, which DeepSeek and Qwen
+(scales per block) and AutoFP8 (scales per tensor) write; and in four bits GPTQ and AWQ. The experts of gpt-oss are in
+MXFP4.
 docs/quantization.md lists all of them.
 """
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,13 +16,14 @@ import msgspec
 import torch
 from pagewise_shared.errors import ModelError
 
+from pagewise_executor.models.four_bit_checkpoint import FourBitScheme
 from pagewise_executor.models.quantised_weight import FP8, Inputs
 
 log = logging.getLogger(__name__)
 
 INSTEAD = (
     "take a checkpoint in FP8 or int8 of compressed-tensors, or in FP8 of quant_method 'fp8', or the one in bfloat16, "
-    "whose linear layers --quantization fp8 (on the CPU: int8) quantises while they are loaded"
+    "whose linear layers --quantization fp8 (on the CPU: int8 or int4) quantises while they are loaded"
 )
 """The advice in refusals."""
 _STORED = {"F8_E4M3": FP8, "I8": torch.int8, "I32": torch.int32}
@@ -37,6 +40,14 @@ class Scheme(NamedTuple):
     block: tuple[int, int]
     inputs: Inputs
     packed: bool = False
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The type of weights in files."""
+        return torch.int32 if self.packed else self.dtype
+
+    def __str__(self) -> str:
+        return "packed " * self.packed + str(self.dtype).removeprefix("torch.")
 
 
 class _Settings(msgspec.Struct):
@@ -92,6 +103,29 @@ class _Fp8(msgspec.Struct, forbid_unknown_fields=True):
     dequantize: bool = False
 
 
+class _Gptq(msgspec.Struct):
+    """``quant_method: gptq``, as AutoGPTQ and GPTQModel write it. The files tell which layers are quantised."""
+
+    bits: int
+    group_size: int
+    checkpoint_format: str = "gptq"
+    pack_dtype: str = "int32"
+    is_marlin_format: bool = False
+    dynamic: dict[str, Any] | None = None
+
+
+class _Awq(msgspec.Struct):
+    """``quant_method: awq``, as AutoAWQ writes it, with both names of two keys. The files tell which layers are
+    quantised."""
+
+    version: str = "gemm"
+    zero_point: bool = True
+    bits: int | None = None
+    w_bit: int | None = None
+    group_size: int | None = None
+    q_group_size: int | None = None
+
+
 class _UnsupportedError(Exception):
     """A scheme that cannot be served; the text names it."""
 
@@ -101,20 +135,29 @@ class QuantisedCheckpoint:
 
     ``unread``: the names of tensors that are not read: zero points, which are zero in symmetric quantisation, scales of
     a KV cache, and the frequencies of RoPE. ``mxfp4``: the experts are stored in MXFP4, and nothing else is quantised.
+    ``four_bits``: linear layers are stored in four bits.
     """
 
-    unread = re.compile(r"\.((weight|input|output|[qkv])_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq)$")
-
     def __init__(
-        self, name: str, groups: list[tuple[list[str], Scheme]], ignore: list[str], strict: bool, mxfp4: bool = False
+        self,
+        name: str,
+        groups: Sequence[tuple[list[str], Scheme | FourBitScheme]],
+        ignore: list[str],
+        strict: bool,
+        mxfp4: bool = False,
     ) -> None:
         self.name, self.mxfp4 = name, mxfp4
         self._strict = strict
+        four = [scheme for _, scheme in groups if isinstance(scheme, FourBitScheme)]
+        self.four_bits = bool(four)
+        zeros = "input|output|[qkv]" if any(scheme.zeros for scheme in four) else "weight|input|output|[qkv]"
+        self.unread = re.compile(rf"\.(({zeros})_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq)$")
         # The first entry that means a layer decides.
-        self._schemes: list[tuple[re.Pattern[str], Scheme | None]] = [(_pattern(entry), None) for entry in ignore]
+        self._schemes: list[tuple[re.Pattern[str], Scheme | FourBitScheme | None]]
+        self._schemes = [(_pattern(entry), None) for entry in ignore]
         self._schemes += [(_pattern(target), scheme) for targets, scheme in groups for target in targets]
 
-    def scheme(self, linear: str, stored: str | None) -> Scheme | None:
+    def scheme(self, linear: str, stored: str | None) -> Scheme | FourBitScheme | None:
         """Return how the linear layer called ``linear`` is quantised, None if it is not.
 
         ``stored``: the type of its weight in the file, None if there is none, as for a tied head.
@@ -125,8 +168,8 @@ class QuantisedCheckpoint:
         found = next((scheme for pattern, scheme in self._schemes if pattern.match(linear)), None)
         if stored not in _STORED and (found is None or stored is None or not self._strict):
             return None
-        if found is None or _STORED.get(str(stored)) != (torch.int32 if found.packed else found.dtype):
-            says = "is not quantised" if found is None else f"is {'packed ' * found.packed}{_name(found.dtype)}"
+        if found is None or _STORED.get(str(stored)) != found.stored:
+            says = "is not quantised" if found is None else f"is {found}"
             raise ModelError(f"{self.name}: its weight {linear} is of type {stored}, but by config.json it {says}")
         return found
 
@@ -163,6 +206,10 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
                 return _compressed_tensors(name, msgspec.convert(found, _CompressedTensors), kv_dtype)
             case "fp8":
                 return _fp8(name, msgspec.convert(found, _Fp8), kv_dtype)
+            case "gptq":
+                return _gptq(name, msgspec.convert(found, _Gptq))
+            case "awq":
+                return _awq(name, msgspec.convert(found, _Awq))
             case "mxfp4" if settings.model_type == "gpt_oss":
                 log.info("%s has experts in MXFP4: one rank keeps them in four bits, several convert them", name)
                 return QuantisedCheckpoint(name, [], [], strict=False, mxfp4=True)
@@ -190,6 +237,37 @@ def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
         _warn_of_kv_scales(name, kv_dtype)
     scheme = Scheme(FP8, block, Inputs(group=block[1])) if block else Scheme(FP8, (0, 0), Inputs(static=static))
     return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
+
+
+def _gptq(name: str, found: _Gptq) -> QuantisedCheckpoint:
+    _refuse(
+        (found.bits != 4, f"to {found.bits} bits"),
+        (found.checkpoint_format not in ("gptq", "gptq_v2"), f"in the format {found.checkpoint_format}"),
+        (found.is_marlin_format, "in the format marlin"),
+        (found.pack_dtype != "int32", f"packed in {found.pack_dtype}"),
+        (found.dynamic, "with settings by module (dynamic)"),
+    )
+    # The first format has zeros minus one.
+    scheme = FourBitScheme("gptq", _group_size(found.group_size), zero_offset=int(found.checkpoint_format == "gptq"))
+    return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
+
+
+def _awq(name: str, found: _Awq) -> QuantisedCheckpoint:
+    bits, group = found.bits or found.w_bit, found.group_size or found.q_group_size
+    _refuse(
+        (bits != 4, f"to {bits} bits"),
+        (found.version.lower() != "gemm", f"in the version {found.version}"),
+        (not found.zero_point, "without zero points"),
+        (group is None, "without a group_size"),
+    )
+    scheme = FourBitScheme("awq", _group_size(group or -1))
+    return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
+
+
+def _group_size(size: int) -> int:
+    """Return the inputs of a group, 0 for all."""
+    _refuse((size < 1 and size != -1, f"in groups of {size}"))
+    return max(size, 0)
 
 
 def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> QuantisedCheckpoint:
@@ -228,12 +306,14 @@ def _pattern(entry: str) -> re.Pattern[str]:
         raise _UnsupportedError(f"by a pattern {entry!r} that is no regular expression ({error})") from None
 
 
-def _scheme(group: _Group, form: str) -> Scheme:
+def _scheme(group: _Group, form: str) -> Scheme | FourBitScheme:
     weights, inputs, packed = group.weights, group.input_activations, form == "pack-quantized"
     _refuse((form not in _FORMATS, f"in the format {form}"))
     if weights is None or group.output_activations is not None:
         raise _UnsupportedError("of which outputs alone are, or are as well")
     kind = f"{weights.type}{weights.num_bits}"
+    if kind == "int4":
+        return _four_bits(weights, inputs, form)
     _refuse(
         (kind not in ("float8", "int8") or weights.dynamic is not False, f"to {kind} weights"),
         (not all(each.symmetric for each in (weights, inputs or weights)), "asymmetrically (with zero points)"),
@@ -242,6 +322,17 @@ def _scheme(group: _Group, form: str) -> Scheme:
     )
     dtype = FP8 if kind == "float8" else torch.int8
     return Scheme(dtype, _block(weights), _inputs(inputs, kind), packed)
+
+
+def _four_bits(weights: _Arguments, inputs: _Arguments | None, form: str) -> FourBitScheme:
+    rows, columns = _block(weights)
+    _refuse(
+        (form != "pack-quantized" or weights.dynamic is not False, f"to int4 weights in the format {form}"),
+        (inputs, "to int4 weights with quantised inputs"),
+        (rows != 1, f"to int4 weights by the strategy {weights.strategy}"),
+    )
+    scattered = weights.actorder in (True, "group", "dynamic")
+    return FourBitScheme("compressed-tensors", columns, not weights.symmetric, scattered=scattered)
 
 
 def _block(weights: _Arguments) -> tuple[int, int]:
@@ -281,7 +372,3 @@ def _inputs(inputs: _Arguments | None, weights: str) -> Inputs:
         case strategy, dynamic:
             how = "dynamic" if dynamic is True else "static" if dynamic is False else str(dynamic)
             raise _UnsupportedError(f"with {how} inputs by the strategy {strategy}")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

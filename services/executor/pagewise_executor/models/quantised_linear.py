@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
-from pagewise_executor.models.packed_linear import Int8Linear, goes_to_eight_bits, is_conv1d
+from pagewise_executor.models import four_bit_weight
+from pagewise_executor.models.four_bit_weight import FourBitWeight
+from pagewise_executor.models.packed_linear import Int4Linear, Int8Linear, is_conv1d, is_quantised
 from pagewise_executor.models.quantised_weight import (
     FP8,
     Inputs,
@@ -71,6 +73,19 @@ class QuantisedLinear(nn.Module):
             rounded = values * scales
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(rounded, self.quantised.dequantised(), bias).to(x.dtype)
+
+
+class FourBitLinear(nn.Module):
+    """A linear layer in four bits that has been read, and does not compute: ``make_fast`` makes it an ``Int4Linear``.
+
+    ``weight`` [out, in] has the shape and the type of the rest of the model, but no data.
+    """
+
+    def __init__(self, quantised: FourBitWeight, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.quantised = quantised
+        self.bias = None if bias is None else nn.Buffer(bias.detach())
+        self.weight = torch.empty(quantised.codes.shape, device="meta")
 
 
 class TritonQuantisedLinear(QuantisedLinear):
@@ -159,6 +174,12 @@ def join_linears(linears: Sequence[nn.Module]) -> nn.Module:
 
     Of different static scales of inputs the largest one is used, so that no input is clipped that was not before.
     """
+    four = [linear for linear in linears if isinstance(linear, FourBitLinear)]
+    if len(four) == len(linears) and len({linear.bias is None for linear in four}) == 1:
+        joined = four_bit_weight.join_outputs([linear.quantised for linear in four])
+        biases: list[torch.Tensor] = [linear.bias for linear in four if linear.bias is not None]
+        if joined is not None:
+            return FourBitLinear(joined, torch.cat(biases) if biases else None)
     quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
     kinds = {(linear.values.dtype, linear.inputs, linear.bias is None) for linear in quantised}
     if len(quantised) < len(linears) or len(kinds) > 1:
@@ -182,7 +203,7 @@ def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
     """
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
-        if goes_to_eight_bits(module):
+        if is_quantised(module):
             weight, bias = module.weight, module.bias
             assert isinstance(weight, torch.Tensor)
             assert bias is None or isinstance(bias, torch.Tensor)
@@ -197,6 +218,8 @@ def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: 
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if type(module) is QuantisedLinear:
             model.set_submodule(name, _fast(module, kernels, device))
+        elif isinstance(module, FourBitLinear):
+            model.set_submodule(name, Int4Linear(module.quantised, module.bias))
 
 
 def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
@@ -244,24 +267,27 @@ def has_exact_inputs(model: nn.Module) -> bool:
 
 
 def report(model: nn.Module, asked: bool) -> bool:
-    """Log how many weights are in eight bits, and in which layers; return whether PyTorch computes any.
+    """Log how many weights are in eight and in four bits, and in which layers; return whether PyTorch computes any.
 
-    ``asked``: an option asks for weights in eight bits, so the line is a warning if most of them are not.
+    ``asked``: an option asks for quantised weights, so the line is a warning if most of them are not.
     """
-    linears = [module for module in model.modules() if isinstance(module, QuantisedLinear | Int8Linear)]
+    linears = [module for module in model.modules() if isinstance(module, QuantisedLinear | Int8Linear | Int4Linear)]
     if not linears:
         return False
-    ways, kept = Counter(map(type, linears)), _kept(model)
-    size = sum(linear.weight.numel() for linear in linears)
+    ways, kept = Counter(_WAYS[type(linear)] for linear in linears), _kept(model)
+    sizes = Counter[str]()
+    for linear in linears:
+        sizes["four bits" if isinstance(linear, Int4Linear) else "eight bits"] += linear.weight.numel()
     log.log(
-        logging.WARNING if asked and size < kept.total() else logging.INFO,
-        "%s weights are in eight bits (%s)%s; %s weights stay in %s: %s%s",
-        _millions(size), ", ".join(f"{count} linear layers by {_WAYS[way]}" for way, count in ways.most_common()),
+        logging.WARNING if asked and sizes.total() < kept.total() else logging.INFO,
+        "%s (%s)%s; %s weights stay in %s: %s%s",
+        ", ".join(f"{_millions(size)} weights are in {bits}" for bits, size in sizes.most_common()),
+        ", ".join(f"{count} linear layers by {way}" for way, count in ways.most_common()),
         _change(linears), _millions(kept.total()), str(next(model.parameters()).dtype).removeprefix("torch."),
         ", ".join(f"{kind} {_millions(count)}" for kind, count in kept.most_common(3)),
         "; inputs of layers stay as they are, because this GPU has no FP8" * has_exact_inputs(model),
     )  # fmt: skip
-    if plain := QuantisedLinear in ways:
+    if plain := _WAYS[QuantisedLinear] in ways:
         log.warning(
             "PyTorch computes linear layers with weights in eight bits here, which is slower than with the weights in "
             "float32: FP8 needs a GPU; on the CPU, --quantization int8 and int8 checkpoints in float32 are fast"
@@ -283,11 +309,11 @@ def _kept(model: nn.Module) -> Counter[str]:
 
 def _change(linears: Sequence[nn.Module]) -> str:
     """Return how much rounding has changed weights, where they were rounded while they were loaded."""
-    weights = [linear.packed for linear in linears if isinstance(linear, Int8Linear)]
-    if not (squares := sum(weight.squares for weight in weights)):
+    rounding = [linear.rounding for linear in linears if isinstance(linear, Int8Linear | Int4Linear)]
+    if not (squares := sum(one for one, _ in rounding)):
         return ""
-    change = 100 * math.sqrt(sum(weight.squared_error for weight in weights) / squares)
-    where = "docs/performance.md says how that changes the tokens of the demo model"
+    change = 100 * math.sqrt(sum(error for _, error in rounding) / squares)
+    where = "docs/quantization.md says how that changes the tokens of the demo model"
     return f", which changes them by {change:.2f}% (root mean square; {where})"
 
 
@@ -300,4 +326,5 @@ _WAYS = {
     TritonQuantisedLinear: "Triton",
     ScaledMMLinear: "scaled_mm of PyTorch",
     Int8Linear: "the CPU operations",
+    Int4Linear: "the CPU operations",
 }

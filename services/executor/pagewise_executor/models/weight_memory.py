@@ -2,7 +2,6 @@
 
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import torch
 from pagewise_shared.config import ExecutorConfig, size_text
@@ -10,8 +9,9 @@ from pagewise_shared.errors import ModelError
 from torch import nn
 
 from pagewise_executor.kv.kv_pool import free_memory
-from pagewise_executor.models.packed_linear import goes_to_eight_bits, is_conv1d
-from pagewise_executor.models.preparation import parts_of, quantises
+from pagewise_executor.models.four_bit_weight import GROUP
+from pagewise_executor.models.packed_linear import Quantization, is_conv1d, is_quantised, quantisation_of
+from pagewise_executor.models.preparation import parts_of
 from pagewise_executor.models.weight_files import Headers
 
 
@@ -49,32 +49,39 @@ def check_weights(
     )
 
 
-def weight_bytes(model: nn.Module, dtype: torch.dtype, quantization: Literal["none", "int8", "fp8"] = "none") -> int:
+def weight_bytes(model: nn.Module, dtype: torch.dtype, quantization: Quantization = "none") -> int:
     """Return the bytes of the weights of a model without data, as they are kept.
 
     Floats are kept as ``dtype``, and bytes, such as those of experts in MXFP4, as they are. Weights that ``prepare``
-    quantises take a byte each, and a scale in float32 for each output. A weight of several modules counts once; if it
-    is quantised in one of them alone, such as a head in int8 that is tied to the embedding, it is kept in both forms.
+    quantises take a byte each, and a scale in float32 for each output; in four bits half a byte each, and three for the
+    scale and the zero of a group. A weight of several modules counts once; if it is quantised in one of them alone,
+    such as a head in int8 that is tied to the embedding, it is kept in both forms.
     """
     quantised = {
-        module
+        module: kind
         for part in parts_of(model)
-        if quantises(part, quantization)
+        if (kind := quantisation_of(part, quantization)) != "none"
         for module in model.get_submodule(part).modules()
-        if goes_to_eight_bits(module)
+        if is_quantised(module)
     }
-    in_eight_bits = {module.get_parameter("weight"): module for module in quantised}
+    sizes = {module.get_parameter("weight"): _quantised_bytes(module, kind) for module, kind in quantised.items()}
     kept = {
         weight
         for module in model.modules()
         for name, weight in module.named_parameters(recurse=False)
         if module not in quantised or name != "weight"
     }
-    scales = sum(4 * weight.shape[is_conv1d(module)] for weight, module in in_eight_bits.items())
-    size = sum(weight.numel() for weight in in_eight_bits) + scales
-    return size + sum(
+    return sum(sizes.values()) + sum(
         weight.numel() * (dtype if weight.is_floating_point() else weight.dtype).itemsize for weight in kept
     )
+
+
+def _quantised_bytes(module: nn.Module, kind: Quantization) -> int:
+    """Return the bytes of the quantised weight of a linear layer."""
+    outs, ins = module.get_parameter("weight").shape
+    if is_conv1d(module):
+        outs, ins = ins, outs
+    return outs * (-(-ins // GROUP) * (GROUP // 2 + 3) if kind == "int4" else ins + 4)
 
 
 def _what_fits(
@@ -90,10 +97,10 @@ def _what_fits(
     """Return the options with which the weights fit ``free`` bytes; else the memory that they need."""
     ways: list[tuple[str, int]] = []
     if not stored and config.quantization == "none":
-        eight: Literal["int8", "fp8"] = "int8" if device.type == "cpu" else "fp8"
+        kinds: tuple[Quantization, ...] = ("int8", "int4") if device.type == "cpu" else ("fp8",)
         if dtype == torch.float32:
             ways.append(("--dtype bfloat16", weight_bytes(model, torch.bfloat16)))
-        ways.append((f"--quantization {eight}", weight_bytes(model, dtype, eight)))
+        ways += [(f"--quantization {kind}", weight_bytes(model, dtype, kind)) for kind in kinds]
     gpus = torch.cuda.device_count() * (device.type == "cuda")
     if config.tensor_parallel == 1:
         ways += [(f"--tensor-parallel {count}", size // count) for count in (2, 4, 8) if count <= gpus][-1:]

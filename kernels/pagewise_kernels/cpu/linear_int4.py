@@ -1,0 +1,113 @@
+"""Linear layers on the CPU with weights in four bits, for float32 batches of any size."""
+
+import math
+
+import torch
+
+from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.operations import check_input, in_panels
+
+GROUPS = (128, 64, 32)
+"""The numbers of slots that may share a scale in packed weights."""
+
+
+class Int4Weight:
+    """The weight [outs, ins] and the bias [outs] of a linear layer in four bits, in the layout that the product reads.
+
+    A weight is (code - zero) · scale. ``codes`` uint8 [outs, ins]: from 0 to 15. ``scales`` float32 [outs, groups].
+    ``zeros`` uint8 [outs, groups]; None: all are 8. ``group_of`` int64 [ins]: the group of each input. Groups may have
+    any number of inputs, which need not be neighbours.
+
+    ``packed`` int32 [panels, slots / 8, panel]: the codes of eight slots in a word. A slot has an input, or is empty: a
+    scale is for ``group`` slots, and inputs of one group take the slots of as many scales as they need. ``order`` int32
+    [slots]: the input of each slot, -1: none; None: the inputs have their own order. ``scales`` float16 and ``zeros``
+    uint8 [panels, slots / group, panel]. Scales are kept divided by a power of two for the layer, so that those in
+    float16 or bfloat16 keep their values.
+
+    Raises:
+        ValueError: shapes do not fit, or scales are not finite. TypeError: types do not fit.
+    """
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        group_of: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        self._library = load_library()
+        _check(codes, scales, zeros, group_of)
+        self.outs, self.ins = codes.shape
+        slots, self.group = _slots(group_of)
+        self._num_slots, self._groups = len(slots), len(slots) // self.group
+        self.order = None if torch.equal(slots[: self.ins], torch.arange(self.ins)) else slots.int()
+        self.packed = in_panels(_words(codes, slots))
+        largest = float(scales.abs().max())
+        self._factor = 2.0 ** (math.frexp(largest)[1] - 15)
+        taken = group_of[slots.view(-1, self.group)[:, 0]]
+        self.scales = in_panels((scales / self._factor).half()[:, taken])
+        self.zeros = None if zeros is None else in_panels(zeros[:, taken])
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        parts = (self.order, self.packed, self.scales, self.zeros, self.bias)
+        self._pointers = [None if part is None else part.data_ptr() for part in parts]
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of codes, scales and zeros."""
+        return sum(part.nbytes for part in (self.packed, self.scales, self.zeros) if part is not None)
+
+    def linear(self, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
+        """Map x [rows, ins] to [rows, outs].
+
+        ``exact``: inputs stay in float32; otherwise they are rounded to eight bits, with a scale for each group.
+
+        Raises:
+            ValueError: x does not fit. TypeError: it is not float32 on the CPU.
+        """
+        rows = check_input(x, self.ins)
+        out = empty((rows, self.outs), x.dtype)
+        inputs = empty((rows, self._num_slots), torch.float32 if exact else torch.int8)
+        scales, sums = x.new_empty(rows, self._groups), x.new_empty(rows, self._groups, dtype=torch.int32)
+        self._library.pagewise_linear_int4(
+            x.data_ptr(), x.stride(0), *self._pointers, self._factor, out.data_ptr(), inputs.data_ptr(),
+            scales.data_ptr(), sums.data_ptr(), exact, rows, self.ins, self._groups, self.group, self.outs, threads(),
+            parallel_regions(),
+        )  # fmt: skip
+        return out
+
+
+def _check(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_of: torch.Tensor) -> None:
+    types = [codes.dtype, scales.dtype, torch.uint8 if zeros is None else zeros.dtype]
+    if types != [torch.uint8, torch.float32, torch.uint8] or not codes.is_cpu:
+        raise TypeError(f"weights in four bits have codes uint8, scales float32, zeros uint8 on the CPU, not {types}")
+    shapes = [list(part.shape) for part in (codes, scales, scales if zeros is None else zeros, group_of)]
+    outs, ins = codes.shape
+    if shapes[1:] != [[outs, scales.shape[-1]], [outs, scales.shape[-1]], [ins]]:
+        raise ValueError(f"codes, scales, zeros and groups of inputs of shapes {shapes} do not fit together")
+    if not 0 <= int(group_of.min()) <= int(group_of.max()) < scales.shape[1]:
+        raise ValueError(f"an input is of group {int(group_of.min())} or {int(group_of.max())} of {scales.shape[1]}")
+    if not bool(scales.isfinite().all()):
+        raise ValueError("a scale of weights in four bits is not finite")
+
+
+def _slots(group_of: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the input of each slot, int64 [slots], -1: none, and the number of slots that share a scale."""
+    order, counts = group_of.argsort(stable=True), group_of.bincount()
+
+    def padded(group: int) -> torch.Tensor:
+        return -(-counts // group) * group
+
+    # The bytes of a slot and its part of a scale and a zero, in the sizes that they have with each number of slots.
+    group = min(GROUPS, key=lambda group: float(padded(group).sum()) * (1 / 2 + 3 / group))
+    taken = padded(group)
+    shift = (taken.cumsum(0) - taken) - (counts.cumsum(0) - counts)
+    slots = torch.full((int(taken.sum()),), -1)
+    slots[torch.arange(len(order)) + shift[group_of[order]]] = order
+    return slots, group
+
+
+def _words(codes: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the codes of slots, int32 [outs, slots / 8]: byte i has slot i in its lower half, slot i + 4 above."""
+    placed = codes[:, slots.clamp(0)].masked_fill_(slots < 0, 0).view(len(codes), -1, 2, 4)
+    return (placed[:, :, 0] | placed[:, :, 1] << 4).view(torch.int32)[..., 0]

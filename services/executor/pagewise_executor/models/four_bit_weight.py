@@ -1,0 +1,97 @@
+"""Weights of linear layers in four bits, before they are packed: cut, joined, and quantised."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+SYMMETRIC_ZERO = 8
+"""The zero of weights that come without zeros."""
+GROUP = 64
+"""The inputs of an output that share a scale and a zero in weights that are quantised while loading."""
+_SHRINKS = (1.0, 0.95, 0.9)
+_AT_ONCE = 1 << 20
+"""About how many weights are rounded at once, so that this takes little memory beside them."""
+
+
+@dataclass(slots=True, frozen=True)
+class FourBitWeight:
+    """The weight of a linear layer in four bits: (codes - zeros) · scales.
+
+    ``codes``: uint8 [outs, ins], from 0 to 15. ``scales``: float32 [outs, groups]. ``zeros``: uint8 [outs, groups];
+    None: all are 8. ``group_of``: int64 [ins], the group of each input.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    group_of: torch.Tensor
+
+    def dequantised(self) -> torch.Tensor:
+        """Return the weights as float32 [outs, ins]."""
+        zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros[:, self.group_of]
+        return (self.codes.float() - zeros) * self.scales[:, self.group_of]
+
+    def rows(self, start: int, stop: int) -> "FourBitWeight":
+        """Return the weights of some outputs, as the shard of a layer whose outputs are divided."""
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        return FourBitWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.group_of)
+
+    def columns(self, start: int, stop: int) -> "FourBitWeight":
+        """Return the weights of some inputs, as the shard of a layer whose inputs are divided."""
+        return FourBitWeight(self.codes[:, start:stop], self.scales, self.zeros, self.group_of[start:stop])
+
+
+def join_outputs(weights: Sequence[FourBitWeight]) -> FourBitWeight | None:
+    """Return one weight with the outputs of all ``weights``; None if their inputs are in different groups."""
+    first = weights[0]
+    if not all(torch.equal(one.group_of, first.group_of) for one in weights):
+        return None
+    codes, scales = torch.cat([one.codes for one in weights]), torch.cat([one.scales for one in weights])
+    zeros = [torch.full_like(one.scales, SYMMETRIC_ZERO).byte() if one.zeros is None else one.zeros for one in weights]
+    symmetric = all(one.zeros is None for one in weights)
+    return FourBitWeight(codes, scales, None if symmetric else torch.cat(zeros), first.group_of)
+
+
+def quantise(weight: torch.Tensor, group: int = GROUP) -> tuple[FourBitWeight, float]:
+    """Quantise weights float32 [outs, ins]; also return the sum of the squares of their rounding errors.
+
+    A group's zero and scale let codes reach from its least weight to its largest one, and to zero. They may reach a
+    little less far, where that makes the squared error smaller.
+    """
+    outs, ins = weight.shape
+    groups = -(-ins // group)
+    made = FourBitWeight(
+        torch.empty(outs, ins, dtype=torch.uint8), torch.empty(outs, groups),
+        torch.empty(outs, groups, dtype=torch.uint8), torch.arange(ins) // group,
+    )  # fmt: skip
+    assert made.zeros is not None
+    error, rows = 0.0, max(1, _AT_ONCE // max(1, ins))
+    for start in range(0, outs, rows):
+        part = slice(start, min(start + rows, outs))
+        padded = torch.nn.functional.pad(weight[part].float(), (0, -ins % group)).reshape(-1, group)
+        codes, scales, zeros, errors = _quantise_groups(padded)
+        made.codes[part] = codes.view(-1, groups * group)[:, :ins]
+        made.scales[part], made.zeros[part] = scales.view(-1, groups), zeros.view(-1, groups)
+        error += float(errors.sum())
+    return made, error
+
+
+def _quantise_groups(
+    weight: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return codes, scales, zeros and squared errors of groups [groups, group] of weights."""
+    least = weight.amin(dim=1, keepdim=True).clamp_(max=0)
+    largest = weight.amax(dim=1, keepdim=True).clamp_(min=0)
+    best: list[torch.Tensor] = []
+    for shrink in _SHRINKS:
+        scales = (largest - least) * (shrink / 15)
+        scales = torch.where(scales > 0, scales, 1.0)
+        zeros = (least * -shrink / scales).round_()
+        codes = (weight / scales).round_().add_(zeros).clamp_(0, 15)
+        errors = ((codes - zeros).mul_(scales) - weight).square_().sum(dim=1, keepdim=True)
+        found = [codes, scales, zeros, errors]
+        better = None if not best else errors < best[3]
+        best = found if better is None else [torch.where(better, *pair) for pair in zip(found, best, strict=True)]
+    codes, scales, zeros, errors = best
+    return codes.byte(), scales, zeros.byte(), errors

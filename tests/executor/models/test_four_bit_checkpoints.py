@@ -1,0 +1,183 @@
+"""Checkpoints in four bits: unpacked weights, layers, tokens of whole models, parts of ranks, and refusals."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from pagewise_executor.collectives import Ranks
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.four_bit_checkpoint import FourBitScheme, unpack_awq, unpack_compressed, unpack_gptq
+from pagewise_executor.models.kernel_choice import candidates
+from pagewise_executor.models.loader import LoadedModel, load_model
+from pagewise_executor.models.packed_linear import Int4Linear
+from pagewise_executor.models.quantised_families import Experts
+from pagewise_executor.models.quantised_linear import JoinedLinear
+from pagewise_kernels.cpu.linear_int4 import Int4Weight
+from pagewise_shared.config import ExecutorConfig
+from pagewise_shared.errors import ModelError
+
+from tests.cpu_kernels import need_cpu_kernels
+from tests.executor.driver import request, run_requests
+from tests.four_bit_checkpoints import FORMS, FourBits, build_four_bits, quantised
+from tests.model_builders import FUSED, build_model, spoil_weights
+from tests.quantised_checkpoints import PROMPTS, check_served, edit_config
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+
+
+def load(path: Path, ranks: Ranks | None = None, **options: Any) -> LoadedModel:
+    return load_model(ExecutorConfig(model=str(path), device="cpu", **options), ranks or Ranks())
+
+
+def refused(path: Path, **options: Any) -> str:
+    with pytest.raises(ModelError) as error:
+        load(path, **options)
+    return str(error.value)
+
+
+def exact(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The output of a layer whose inputs are not rounded."""
+    if isinstance(module, JoinedLinear):
+        return torch.cat([exact(part, x) for part in module.linears], dim=-1)
+    assert isinstance(module, Int4Linear)
+    found = module(x)
+    unrounded = module.packed.linear(x, exact=True)
+    assert float((found - unrounded).abs().max()) < 0.015 * float(unrounded.abs().max()), "inputs have eight bits"
+    return unrounded
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_is_unpacked_to_the_weights_of_its_formula(name: str) -> None:
+    form = FORMS[name]
+    weight = torch.randn(20 if form.form == "compressed" else 24, 96)
+    layer = quantised(weight, form, (torch.arange(96) // 32)[torch.randperm(96)])
+    kind = "compressed-tensors" if form.form == "compressed" else form.form.removesuffix("_v2")
+    scheme = FourBitScheme(kind, form.group, zero_offset=int(form.form == "gptq"))  # type: ignore[arg-type]
+    unpack = {"gptq": unpack_gptq, "awq": unpack_awq, "compressed-tensors": unpack_compressed}[kind]
+    found = unpack(layer.stored, scheme)
+    assert torch.equal(found.dequantised().double(), layer.exact)
+    assert (found.zeros is None) is not form.zeros
+    assert float((layer.exact - weight).abs().max()) < 0.5, "the formula itself rounds"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_layers_of_checkpoints_in_four_bits_compute_what_the_files_say(name: str, tmp_path: Path) -> None:
+    need_cpu_kernels()
+    family = FUSED[list(FORMS).index(name) % len(FUSED)]
+    model: Any = build_four_bits(FORMS[name], tmp_path, family, **SHAPE)
+    loaded = load(tmp_path, kernels="torch" if name == "gptq" else "auto")
+    assert not loaded.fallback
+    ours, theirs = loaded.model.model.layers[0], model.model.layers[0]
+    attention, mlp = theirs.self_attn, theirs.mlp
+    for module, parts in (
+        (ours.qkv, [attention.q_proj, attention.k_proj, attention.v_proj]),
+        (ours.out, [attention.o_proj]),
+        (ours.gate_up, [mlp.gate_proj, mlp.up_proj]),
+        (ours.down, [mlp.down_proj]),
+    ):
+        x = torch.randn(5, parts[0].weight.shape[1])
+        expected = torch.cat([part.double()(x.double()) for part in parts], dim=-1)
+        assert isinstance(module, Int4Linear), "its parts were joined"
+        torch.testing.assert_close(exact(module, x).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gptq, symmetric, act-order", "awq", "compressed-tensors, zeros"])
+def test_greedy_tokens_are_those_of_the_dequantised_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_cpu_kernels()
+    model: Any = build_four_bits(FORMS[name], tmp_path, "qwen3", **SHAPE | {"num_hidden_layers": 2})
+    check_served(tmp_path, model)
+    monkeypatch.setattr(Int4Weight, "linear", functools.partialmethod(Int4Weight.linear, exact=True))
+    runner = ModelRunner(ExecutorConfig(model=str(tmp_path), device="cpu", num_blocks=64, profile=False))
+    asked = [request(prompt, 12, f"r{n}") for n, prompt in enumerate(PROMPTS)]
+    run_requests(runner, asked, max_num_batched_tokens=24)
+    for prompt, one in zip(PROMPTS, asked, strict=True):
+        made = model.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        assert one.sequences[0].output_token_ids.tolist() == made[0, len(prompt) :].tolist()
+
+
+def test_experts_in_four_bits_are_linear_layers_of_their_own(tmp_path: Path) -> None:
+    need_cpu_kernels()
+    model = build_four_bits(FORMS["gptq"], tmp_path, "mixtral", num_hidden_layers=1)
+    found = [module for module in load(tmp_path).model.modules() if isinstance(module, Experts)]
+    assert {type(linear) for linear in found[0].modules() if hasattr(linear, "packed")} == {Int4Linear}
+    check_served(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_v2, act-order", "compressed-tensors, zeros"])
+def test_each_rank_computes_its_part(name: str, tmp_path: Path) -> None:
+    need_cpu_kernels()
+    model: Any = build_four_bits(FORMS[name], tmp_path, "llama", **SHAPE)
+    mlp, layers = model.model.layers[0].mlp, [load(tmp_path, Ranks(rank, 2)).model.model.layers[0] for rank in (0, 1)]
+    x, inner = torch.randn(3, 64), torch.randn(3, 128)
+    halves = [exact(layer.gate_up, x).chunk(2, dim=1) for layer in layers]
+    for at, theirs in enumerate((mlp.gate_proj, mlp.up_proj)):
+        torch.testing.assert_close(torch.cat([half[at] for half in halves], dim=1), theirs(x), rtol=1e-4, atol=1e-4)
+    parts = [exact(layer.down, part.contiguous()) for layer, part in zip(layers, inner.chunk(2, dim=1), strict=True)]
+    torch.testing.assert_close(parts[0] + parts[1], mlp.down_proj(inner), rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_that_the_model_does_not_have_is_added_as_gptq_does(tmp_path: Path) -> None:
+    need_cpu_kernels()
+    model: Any = build_four_bits(FORMS["gptq"], tmp_path, "llama", **SHAPE)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.bias"] = torch.ones(64)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    x = torch.randn(3, 128)
+    expected = model.model.layers[0].mlp.down_proj(x) + 1
+    torch.testing.assert_close(exact(load(tmp_path).model.model.layers[0].down, x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_whose_inputs_are_in_other_groups_are_computed_one_by_one(tmp_path: Path) -> None:
+    need_cpu_kernels()
+    build_four_bits(FORMS["gptq, symmetric, act-order"], tmp_path, "llama", **SHAPE)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.g_idx"] = tensors["model.layers.0.mlp.up_proj.g_idx"].flip(0)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    layer = load(tmp_path).model.model.layers[0]
+    assert [type(one) for one in layer.gate_up.linears] == [Int4Linear, Int4Linear]
+
+
+GPTQ, AWQ = FORMS["gptq"].config, FORMS["awq"].config
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (GPTQ | {"bits": 3}, "to 3 bits"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "in the format marlin"),
+        (GPTQ | {"is_marlin_format": True}, "in the format marlin"),
+        (GPTQ | {"pack_dtype": "int64"}, "packed in int64"),
+        (GPTQ | {"group_size": 0}, "in groups of 0"),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "with settings by module (dynamic)"),
+        (AWQ | {"bits": 8}, "to 8 bits"),
+        (AWQ | {"version": "gemv"}, "in the version gemv"),
+        (AWQ | {"zero_point": False}, "without zero points"),
+        (AWQ | {"group_size": None}, "without a group_size"),
+    ],
+)
+def test_other_forms_in_four_bits_are_refused_by_name_before_the_weights_are_read(
+    config: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    build_model("llama", tmp_path, num_hidden_layers=1)
+    spoil_weights(tmp_path)
+    edit_config(tmp_path, quantization_config=config)
+    assert f"(quant_method '{config['quant_method']}') {why}, which cannot be served; take" in refused(tmp_path)
+
+
+def test_what_cannot_compute_four_bits_is_refused(tmp_path: Path) -> None:
+    need_cpu_kernels()
+    build_four_bits(FourBits("awq"), tmp_path, "llama", **SHAPE)
+    assert "in four bits, which is for the CPU in float32: the rest" in refused(tmp_path, dtype="bfloat16")
+    assert "which is for the CPU in float32: not with --kernels triton" in refused(tmp_path, kernels="triton")
+    assert "the weights of this checkpoint are quantised already" in refused(tmp_path, quantization="int4")
+    with pytest.raises(ModelError, match="which is for the CPU in float32: not on cuda"):
+        candidates(ExecutorConfig(model="m"), torch.device("cuda"), torch.bfloat16, True, True)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.qweight"] = tensors["model.layers.0.mlp.up_proj.qweight"][:-1].contiguous()
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert "up_proj.qweight" in refused(tmp_path)
