@@ -1,69 +1,68 @@
-"""What announcements of next turns are worth: time to the first token, and tokens that are computed again.
+"""What sessions and announcements of next turns are worth: time to the first token, and tokens that are computed again.
 
-The sessions of the agentic trace, several times, begin by a Poisson process and keep their think times, under the
-virtual clock of ``pagewise replay``. *Sessions* are named, and nothing is said of their next turns. *Hints* says after
-each turn in how many seconds the next one comes, or that none does. *Ends* says only the latter. *Liars*: half of the
-API keys, of which each has every second session, says after each turn that the next one comes in a second. *Oracle*:
-Belady's rule, which evicts the block whose next use is the latest, with the times of all future uses of each block.
+The sessions of the agentic trace, several times, or of agents with sub-agents (``subagents.py``), begin by a Poisson
+process and keep their think times, under the virtual clock of ``pagewise replay``.
+
+*Today*: no sessions. *Sessions* names them and their parents, and says which tools were called, as gateways do; nothing
+is said of next turns, so all of it is learned. *Ends* also says that a session has ended, and *hints* after each other
+turn in how many seconds the next one comes. *Liars*: half of the API keys, of which each has every second session, say
+after each turn that the next one comes in a second; *endless*: they say so where a session has ended, and else the
+truth. *Oracle*: Belady's rule, which evicts the block whose next use is the latest, with the times of all future uses.
 """
 
 import argparse
 import random
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import replace as changed
 from itertools import chain, product
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, Literal, NamedTuple
 
+from msgspec.structs import replace
 from pagewise_scheduler.core.memory.eviction import Evictable, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.replay.costs import llama_3_8b
-from pagewise_scheduler.replay.simulation import Served, Simulation
+from pagewise_scheduler.replay.simulation import SAMPLED, Served, Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
-from pagewise_shared.protocol import ReuseHints
+from pagewise_shared.protocol import Advise, ReuseHints, StepResult
 
+from benchmarks.advice.subagents import Turns, sub_agents
 from benchmarks.record import record_file, write_record
 
-TRACE = "cc_agentic_max64k_min10req.rle.jsonl.gz"
-Mode = Literal["lru", "today", "sessions", "ends", "hints", "liars", "oracle"]
-MODES: tuple[Mode, ...] = ("lru", "today", "sessions", "ends", "hints", "liars", "oracle")
-BLOCK_SIZE, NUM_KEYS = 16, 8
+TRACE = Path(__file__).parents[1] / "traces" / "cc_agentic_max64k_min10req.rle.jsonl.gz"
+Mode = Literal["lru", "today", "sessions", "ends", "hints", "liars", "endless", "oracle"]
+MODES: tuple[Mode, ...] = ("lru", "today", "sessions", "ends", "hints", "liars", "endless", "oracle")
+NUM_KEYS = 8
 _LONGEST_THINKING = 3600.0
-_FUTURE = 12
 _LATEST = 1e12
-"""Requests of a session that the oracle looks at."""
+_TOKEN_SECONDS = 0.012
+"""About what a token of an answer takes."""
 
 
 class Case(NamedTuple):
-    """One replay, with a cache of so many million tokens."""
+    """One replay, with a cache of so many million tokens in blocks of ``block_size``."""
 
     millions: float
     mode: Mode
+    block_size: int
 
 
-class Workload(NamedTuple):
-    """``sessions``: the number of the session of each request."""
-
-    requests: list[TraceRequest]
-    sessions: list[int]
-
-
-def workload(copies: int, gap: float) -> Workload:
+def agentic(copies: int, gap: float) -> Turns:
     """Return the trace's sessions ``copies`` times, of which one begins every ``gap`` seconds on average."""
-    trace = read_trace(Path(__file__).parents[1] / "traces" / TRACE)
+    trace = read_trace(TRACE)
     first_of: dict[int, int] = {}
     members: defaultdict[int, list[int]] = defaultdict(list)
     for index, request in enumerate(trace):
         first_of[index] = first_of[request.after] if request.after >= 0 else index
         members[first_of[index]].append(index)
+    number_of = {session: number for number, session in enumerate(members)}
     rng, start = random.Random(1), 0.0
     num_blocks = 1 + max(block for request in trace for block in request.blocks)
-    made = Workload([], [])
+    made = Turns([], [], [], {})
     for copy in range(copies):
         for session in rng.sample(list(members), len(members)):
             start += rng.expovariate(1 / gap)
@@ -72,7 +71,7 @@ def workload(copies: int, gap: float) -> Workload:
                 request = trace[index]
                 follows = request.after >= 0
                 made.requests.append(
-                    replace(
+                    changed(
                         request,
                         arrival=min(request.arrival, _LONGEST_THINKING) if follows else start,
                         after=place[request.after] if follows else -1,
@@ -80,113 +79,130 @@ def workload(copies: int, gap: float) -> Workload:
                         unique=len(made.requests),
                     )
                 )
-                made.sessions.append(copy * len(trace) + session)
+                made.sessions.append(copy * len(members) + number_of[session])
+                made.tools.append(("",) if request.tool_call else ())
     return made
 
 
-class Future:
-    """When the next turns of sessions come, in seconds from the end of a request."""
-
-    def __init__(self, requests: list[TraceRequest]) -> None:
-        self._requests = requests
-        self._followers: defaultdict[int, list[int]] = defaultdict(list)
-        for index, request in enumerate(requests):
-            if request.after >= 0:
-                self._followers[request.after].append(index)
-        self._blocks = [frozenset(request.blocks) for request in requests]
-
-    def next_turn(self, index: int) -> float | None:
-        """Return the think time before the next turn; None: there is none."""
-        return min((self._requests[follower].arrival for follower in self._followers[index]), default=None)
-
-    def uses(self, index: int) -> Iterator[tuple[float, frozenset[int]]]:
-        """Yield the next requests of its session: about how long after its end each comes, and its blocks."""
-        waiting = [(self._requests[follower].arrival, follower) for follower in self._followers[index]]
-        for _ in range(_FUTURE):
-            if not waiting:
-                return
-            soonest = min(waiting)
-            waiting.remove(soonest)
-            seconds, request = soonest
-            yield seconds, self._blocks[request]
-            waiting += [(seconds + self._requests[follower].arrival, follower) for follower in self._followers[request]]
+def expected_times(requests: list[TraceRequest]) -> tuple[list[float], list[float]]:
+    """Return about when each request arrives and ends, from the think times and the lengths of answers."""
+    arrivals, ends = [0.0] * len(requests), [0.0] * len(requests)
+    for index, request in enumerate(requests):
+        arrivals[index] = request.arrival + (ends[request.after] if request.after >= 0 else 0.0)
+        ends[index] = arrivals[index] + _TOKEN_SECONDS * request.num_output_tokens
+    return arrivals, ends
 
 
 class Oracle(LeastRecentlyUsed):
-    """Belady's rule by the times of next uses. ``time``: the virtual clock. A block is known by its first token."""
+    """Belady's rule by the expected times of next uses. A block is known by its first token."""
 
-    def __init__(self, future: Future) -> None:
+    def __init__(self, requests: list[TraceRequest]) -> None:
         super().__init__()
-        self.time = 0.0
-        self._future = future
-        self._next: dict[int, float] = {}
+        self._waits = [True] * len(requests)
+        self._uses: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+        arrivals, _ = expected_times(requests)
+        for index, request in enumerate(requests):
+            for block in request.blocks:
+                self._uses[block].append((arrivals[index], index))
+        for uses in self._uses.values():
+            uses.sort(reverse=True)
 
-    def ends(self, index: int, blocks: list[int]) -> None:
-        """A request has ended: note when its blocks are used next."""
-        self._next |= dict.fromkeys(blocks, _LATEST)
-        for seconds, used in reversed(list(self._future.uses(index))):
-            self._next |= dict.fromkeys(used & set(blocks), self.time + seconds)
+    def arrives(self, index: int) -> None:
+        """A request uses its blocks from now on."""
+        self._waits[index] = False
 
     def order(self, block: CachedBlock) -> float:
-        return -self._next.get(array("i", block.tokens[:4])[0], _LATEST)
+        uses = self._uses.get(array("i", block.tokens[:4])[0], [])
+        while uses and not self._waits[uses[-1][1]]:
+            uses.pop()
+        return -uses[-1][0] if uses else -_LATEST
 
     def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         return self.order(block)
 
 
-def replayed(case: Case, load: Workload) -> dict[str, Any]:
+class Speaker:
+    """What clients and gateways say of sessions in one mode. ``next_turns``: think times of next turns, by request."""
+
+    def __init__(self, mode: Mode, load: Turns) -> None:
+        self._mode, self._load = mode, load
+        self.next_turns: dict[int, float] = {}
+        last: dict[int, int] = {}
+        arrivals, ends = expected_times(load.requests)
+        for index, session in enumerate(load.sessions):
+            if session in last:
+                self.next_turns[last[session]] = arrivals[index] - ends[last[session]]
+            last[session] = index
+
+    def hints(self, index: int, tool_call: bool) -> ReuseHints:
+        mode, session = self._mode, self._load.sessions[index]
+        said = ReuseHints(tool_call_ids=(SAMPLED,) if tool_call else ())
+        if mode in ("lru", "today", "oracle"):
+            return said
+        parent = self._load.parents.get(session)
+        said = replace(said, session=str(session), parent="" if parent is None else str(parent))
+        seconds, lies = self.next_turns.get(index), session_key(self._load, session) % 2
+        if (mode == "liars" or (mode == "endless" and seconds is None)) and lies:
+            return replace(said, returns_in=1.0)
+        if seconds is None and mode != "sessions":
+            return replace(said, ends=True)
+        return replace(said, returns_in=seconds) if mode in ("hints", "liars", "endless") else said
+
+    def tell_calls(self, scheduler: Scheduler, simulation: Simulation) -> None:
+        """Tell the scheduler after each answer which tools it has called, as gateways do."""
+        update, load = scheduler.update, self._load
+
+        def updated(result: StepResult) -> Any:
+            output = update(result)
+            for sequence in output.finished:
+                index = int(sequence.request.request_id)
+                if any(load.tools[index]):
+                    params = sequence.request.params
+                    called = Advise(
+                        0, 0, "called", key=params.key, session=params.reuse.session, tools=load.tools[index]
+                    )
+                    scheduler.features.advice.advise(called, simulation.now)
+            return output
+
+        scheduler.update = updated  # type: ignore[method-assign]
+
+
+def session_key(load: Turns, session: int) -> int:
+    """Return the number of the API key of a session; a sub-agent has that of its parent."""
+    return load.parents.get(session, session) % NUM_KEYS
+
+
+def replayed(case: Case, load: Turns) -> dict[str, Any]:
     """Replay one case."""
-    requests, future = load.requests, Future(load.requests)
-    oracle = Oracle(future)
-    costs = llama_3_8b(BLOCK_SIZE)
+    requests = load.requests
+    oracle, speaker = Oracle(requests), Speaker(case.mode, load)
+    costs = llama_3_8b(case.block_size)
     scheduler = Scheduler(
-        num_blocks=int(case.millions * 1e6) // BLOCK_SIZE,
-        block_size=BLOCK_SIZE,
+        num_blocks=int(case.millions * 1e6) // case.block_size,
+        block_size=case.block_size,
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         costs=costs.prefill,
         eviction=oracle if case.mode == "oracle" else "lru" if case.mode == "lru" else "cost",
     )
-
-    def key(index: int) -> str:
-        return f"key-{load.sessions[index] % NUM_KEYS}"
-
-    def hints(index: int, tool_call: bool) -> ReuseHints:
-        if case.mode in ("lru", "today", "oracle"):
-            return ReuseHints()
-        said = ReuseHints(session=str(load.sessions[index]))
-        seconds = future.next_turn(index)
-        if case.mode == "liars" and load.sessions[index] % 2:
-            return ReuseHints(session=said.session, returns_in=1.0)
-        if seconds is None and case.mode != "sessions":
-            return ReuseHints(session=said.session, ends=True)
-        return ReuseHints(session=said.session, returns_in=seconds or 0.0) if case.mode in ("hints", "liars") else said
-
-    simulation = Simulation([scheduler], costs, key=key, hints=hints, watch=lambda now: setattr(oracle, "time", now))
-    if case.mode == "oracle":
-        note_ends(scheduler, oracle, simulation, requests)
+    simulation = Simulation(
+        [scheduler],
+        costs,
+        key=lambda index: f"key-{session_key(load, load.sessions[index])}",
+        hints=speaker.hints,
+        tick=oracle.arrives,
+    )
+    if case.mode not in ("lru", "today", "oracle"):
+        speaker.tell_calls(scheduler, simulation)
     served = simulation.run(requests).served
-    return {"million_tokens": case.millions, "mode": case.mode} | summary(served, load)
+    return case._asdict() | summary(served, load)
 
 
-def note_ends(scheduler: Scheduler, oracle: Oracle, simulation: Simulation, requests: list[TraceRequest]) -> None:
-    """Tell the oracle of each request that is about to end."""
-    finish = scheduler.finish
-
-    def noted(sequence: Any, reason: Any, stop_reason: Any = None) -> None:
-        oracle.time = simulation.now
-        index = int(sequence.request.request_id)
-        oracle.ends(index, requests[index].blocks)
-        finish(sequence, reason, stop_reason)
-
-    scheduler.finish = noted  # type: ignore[method-assign]
-
-
-def summary(served: list[Served], load: Workload) -> dict[str, Any]:
-    """Return the numbers of a replay; ``even`` and ``odd`` are those of the sessions with such numbers."""
+def summary(served: list[Served], load: Turns) -> dict[str, Any]:
+    """Return the numbers of a replay; ``even`` and ``odd`` are those of the API keys with such numbers."""
     numbers: dict[str, Any] = {}
     for name, rests in (("all", (0, 1)), ("even", (0,)), ("odd", (1,))):
-        chosen = [one for one in served if load.sessions[one.trace.unique] % 2 in rests]
+        chosen = [one for one in served if session_key(load, load.sessions[one.trace.unique]) % 2 in rests]
         prompts = sum(one.trace.num_prompt_tokens for one in chosen)
         cached = sum(sum(one.request.cached_tokens.values()) for one in chosen)
         times = sorted(one.first_token - one.arrival for one in chosen)
@@ -202,15 +218,21 @@ def summary(served: list[Served], load: Workload) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", choices=("agentic", "sub-agents"), default="agentic")
     parser.add_argument("--millions", type=float, nargs="+", default=[0.5, 0.7, 1.0, 1.4], help="tokens of the cache")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--copies", type=int, default=3, help="how often each session of the trace is replayed")
+    parser.add_argument("--agents", type=int, default=60, help="how many agents have sub-agents")
+    parser.add_argument("--block-size", type=int, default=64, help="tokens of a block")
     parser.add_argument("--gap", type=float, default=30.0, help="seconds between the beginnings of two sessions")
     parser.add_argument("--jobs", type=int, default=1, help="replays that run at the same time")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
-    load = workload(args.copies, args.gap)
-    cases = [Case(millions, mode) for millions, mode in product(args.millions, args.modes)]
+    if args.trace == "agentic":
+        load = agentic(args.copies, args.gap)
+    else:
+        load = sub_agents(read_trace(TRACE), args.agents, args.gap)
+    cases = [Case(millions, mode, args.block_size) for millions, mode in product(args.millions, args.modes)]
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(args.jobs) as pool:
         print(f"{'tokens':>7} {'mode':<9}{'hits':>7}{'again':>8}{'p50':>8}{'p99':>8}{'hits, even':>12}{'odd':>8}")
@@ -218,14 +240,14 @@ def main() -> None:
             rows.append(row)
             every = row["all"]
             print(
-                f"{row['million_tokens']:>6g}M {row['mode']:<9}{100 * every['hit_rate']:>6.2f}%"
+                f"{row['millions']:>6g}M {row['mode']:<9}{100 * every['hit_rate']:>6.2f}%"
                 f"{every['computed_again_million']:>7.2f}M{every['first_token_p50']:>7.3f}s"
                 f"{every['first_token_p99']:>7.3f}s{100 * row['even']['hit_rate']:>11.2f}%"
                 f"{100 * row['odd']['hit_rate']:>7.2f}%",
                 flush=True,
             )
     if args.json:
-        write_record(args.json, {"copies": args.copies, "gap": args.gap, "rows": rows}, clock="virtual")
+        write_record(args.json, {"trace": args.trace, "requests": len(load.requests), "rows": rows}, clock="virtual")
 
 
 if __name__ == "__main__":

@@ -7,20 +7,19 @@ later advice. Blocks of its last turn that the next one has not taken are not us
 Predictions concern blocks of full layers. Where layers are in several groups, the hints of requests alone count.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import quantiles
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.pins import Pins
-from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, CostAware
+from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
 from pagewise_scheduler.core.memory.predicted_uses import (
     DOUBTED,
     ENDED,
     HINTED,
-    LEARNED,
+    SECONDS,
     PredictedUses,
     own_blocks,
 )
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-_MOST_SESSIONS, _MOST_TOOLS, _MOST_DURATIONS, _LEAST_DURATIONS = 1 << 14, 1024, 64, 8
-_MOST_SPREAD = 4.0
-"""The greatest ratio of the quartiles of a tool's durations that predict its next one."""
+_MOST_SESSIONS, _MOST_RETURNS = 1 << 14, 2
+_TOOL, _PERSON = "tool ", "person "
+"""The beginnings of the names of what sessions wait for: a tool's name follows, or how often a person came back."""
 _LATE, _LEAST_SECONDS, _FORK_SECONDS = 4.0, 0.5, 60.0
 """A hint is kept if the session returns within so many times its seconds. A fork's next use is expected in so many."""
 _WATCH_SECONDS, _RATE_SECONDS = 10.0, 600.0
@@ -61,7 +60,7 @@ class Session:
     """A session. ``last``: the last block of its last turn, which left it at ``left`` (seconds) and ``tick``.
 
     ``prediction``: of its return; 0: none. ``due``: the hinted seconds, negative: no hint, or it was judged already.
-    ``tools``: that its last turn has called.
+    ``counted``: see ``PredictedUses.reach``. ``returns``: how often a turn came after one that had called no tool.
     """
 
     number: int
@@ -72,7 +71,10 @@ class Session:
     tick: int = 0
     prediction: int = 0
     due: float = -1.0
-    tools: tuple[str, ...] = ()
+    counted: int = 0
+    called: bool = False
+    returns: int = 0
+    parent: int = 0
 
 
 @dataclass(slots=True)
@@ -103,43 +105,21 @@ class _Inflow:
 
     time: float = 0.0
     tick: int = 0
-    rate: float = 1.0
+    blocks: float = 1.0
+    seconds: float = 1.0
     is_known: bool = False
+
+    @property
+    def rate(self) -> float:
+        return max(0.01, self.blocks / self.seconds)
 
     def update(self, now: float, tick: int) -> None:
         seconds = now - self.time
         if self.is_known and seconds > 0:
             weight = 0.5 ** (seconds / _RATE_SECONDS)
-            self.rate = max(0.01, self.rate * weight + (1 - weight) * (tick - self.tick) / seconds)
+            self.blocks = self.blocks * weight + tick - self.tick
+            self.seconds = self.seconds * weight + seconds
         self.time, self.tick, self.is_known = now, tick, True
-
-
-@dataclass(slots=True)
-class _Tools:
-    """The last durations of tools, in seconds, by name."""
-
-    _durations: OrderedDict[str, deque[float]] = field(default_factory=OrderedDict)
-
-    def took(self, names: Sequence[str], seconds: float) -> None:
-        """A turn came this long after the one that called one tool; of several, none can be told."""
-        if len(names) == 1:
-            self._durations.setdefault(names[0], deque(maxlen=_MOST_DURATIONS)).append(max(seconds, _LEAST_SECONDS))
-            self._durations.move_to_end(names[0])
-            if len(self._durations) > _MOST_TOOLS:
-                self._durations.popitem(last=False)
-
-    def expected(self, names: Sequence[str]) -> float | None:
-        """The seconds until all of the tools have probably come back; None: they vary too much, or are too new."""
-        longest = 0.0
-        for name in names:
-            seen = self._durations.get(name, ())
-            if len(seen) < _LEAST_DURATIONS:
-                return None
-            low, median, high = quantiles(seen, n=4)
-            if high > _MOST_SPREAD * low:
-                return None
-            longest = max(longest, median)
-        return longest or None
 
 
 class Advice(Feature):
@@ -157,7 +137,7 @@ class Advice(Feature):
         self._keys: dict[int, str] = {}
         self._num_sessions = 0
         self._trust: dict[str, Trust] = {}
-        self._tools, self._inflow = _Tools(), _Inflow()
+        self._inflow = _Inflow()
         self._pins = Pins(self._kv)
         self._watched, self._demotes = 0.0, False
         self.outcomes = {"accepted": 0, "clipped": 0, "refused": 0}
@@ -179,12 +159,11 @@ class Advice(Feature):
         if session.prediction == ENDED:
             self._judge(session, kept=False)
         elif session.prediction:
-            self._predicted.observe(session.prediction, self._tick - session.tick, returned=True)
+            self._predicted.returned(session.prediction, self._tick - session.tick, session.counted)
             if session.due >= 0:
                 self._judge(session, kept=away <= _LATE * session.due)
-        if session.tools:
-            self._tools.took(session.tools, away)
-        session.prediction, session.due, session.tools = 0, -1.0, ()
+        session.returns += session.last is not None and not session.called
+        session.prediction, session.due = 0, -1.0
 
     def frees(self, sequence: RequestSequence) -> None:
         last, request = sequence.table.last_node, sequence.request
@@ -193,13 +172,15 @@ class Advice(Feature):
         reuse, session = request.params.reuse, self._session(request)
         before, session.last = session.last, last
         session.left, session.tick, session.request_id = self._now, self._tick, request.request_id
-        session.prediction, session.due = 0, -1.0
+        session.due, session.counted, session.called = -1.0, 0, sequence.ending % NUM_ENDINGS == TOOL_CALL
         if reuse.ends:
             session.prediction = ENDED
         elif reuse.returns_in >= 0:
             session.due = max(reuse.returns_in, _LEAST_SECONDS)
             session.prediction = self._in(session.due, self._trust_of(session.key).source)
-        self._predicted.ends(last, session.number, session.prediction)
+        else:
+            session.prediction = self._waits(session)
+        self._predicted.ends(last, session.number, session.prediction, session.parent)
         if before is not None and not self._kv.windows:
             path = set(ancestors(last))
             self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
@@ -211,6 +192,8 @@ class Advice(Feature):
         if session is None:
             self._num_sessions += 1
             session = self._sessions[name] = Session(self._num_sessions, params.key)
+            parent = self._sessions.get((params.key, params.cache_salt, params.reuse.parent))
+            session.parent = parent.number if parent is not None else 0
             self._keys[session.number] = params.key
             if len(self._sessions) > _MOST_SESSIONS:
                 del self._keys[self._sessions.popitem(last=False)[1].number]
@@ -221,6 +204,13 @@ class Advice(Feature):
         """The prediction of a use in so many seconds."""
         self._inflow.update(self._now, self._tick)
         return self._predicted.time(source, seconds * self._inflow.rate)
+
+    def _waits(self, session: Session, tools: Sequence[str] = ("",)) -> int:
+        """The prediction for a session that waits for tools, the slowest of which decides, or for a person."""
+        names = [_TOOL + name for name in tools]
+        if not session.called:
+            names = [_PERSON + ("of a parent" if session.parent else str(min(session.returns, _MOST_RETURNS)))]
+        return self._in(SECONDS, self._predicted.slowest([self._predicted.waits_for(name) for name in names]))
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
         """Predict blocks from now on. The new tick makes their earlier entries in eviction queues stale."""
@@ -252,8 +242,9 @@ class Advice(Feature):
             if session.prediction > ENDED:
                 if session.due >= 0 and now - session.left > _LATE * session.due:
                     self._judge(session, kept=False)
-                if self._predicted.is_overdue(session.prediction, self._tick - session.tick):
-                    self._predicted.observe(session.prediction, self._tick - session.tick, returned=False)
+                age = self._tick - session.tick
+                session.counted = self._predicted.reach(session.prediction, age, session.counted)
+                if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
 
     def wants_step(self) -> bool:
@@ -340,12 +331,11 @@ class Advice(Feature):
             prediction = ENDED
             self._pins.release(advice.key, own)
         elif advice.kind == "called":
-            if session is not None:
-                session.tools = advice.tools
-            expected = self._tools.expected(advice.tools)
-            if session is None or session.prediction or expected is None:
+            if session is None or session.prediction == ENDED or session.due >= 0:
                 return Outcome("accepted")
-            prediction, seconds = self._in(expected, LEARNED), expected
+            session.called = True
+            prediction, seconds = self._waits(session, advice.tools), -1.0
+            own = list(own_blocks(session.last, session.number))
         else:
             seconds = advice.seconds if advice.seconds >= 0 else _FORK_SECONDS
             due = max(seconds, _LEAST_SECONDS)
@@ -353,7 +343,8 @@ class Advice(Feature):
         self._predict(own, prediction)
         if session is not None:
             session.prediction, session.due, session.left, session.tick = prediction, due, self._now, self._tick
-        return Outcome("accepted", blocks=len(own), seconds=0.0 if prediction == ENDED else seconds)
+            session.counted = 0
+        return Outcome("accepted", blocks=len(own), seconds=0.0 if prediction == ENDED else max(seconds, 0.0))
 
     def _release(self, own: list[CachedBlock], *, forget: bool) -> Outcome:
         """Demote blocks, or forget them in all tiers with ids, as far as nothing uses them."""

@@ -4,8 +4,12 @@ A prediction is a time until the next use, in blocks that come into the caches, 
 source are right, early or late in a characteristic way, which a life table learns over the *normalised age*: the age
 divided by the predicted time. Its densities compare with those of the usual classes (see ``use_history``), so predicted
 and other blocks wait in one eviction queue.
+
+Where nobody has said a time, the source is what the session waits for: a tool, or a person. Its predicted time is
+always ``SECONDS``, so its table is the distribution of such waits. What is not known of one of them is taken from all.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from math import exp, log2
 
@@ -14,7 +18,12 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.memory.use_history import gittins_densities
 
 HINTED, DOUBTED, LEARNED = range(1, 4)
-"""Sources: hints of clients, hints of API keys most of whose hints were wrong, and durations of tools."""
+"""Sources: hints of clients, hints of API keys most of whose hints were wrong, and waits of all kinds. The sources
+behind them are waits of one kind each."""
+SECONDS = 32.0
+"""The predicted time of waits: their table tells one second from two, and a day from two."""
+_MOST_WAITS = 256
+"""Kinds of waits that have a table each. Of more, those that were not seen for the longest are forgotten."""
 ENDED = 1 << 16
 """The prediction of blocks that are not used again. Greater numbers predict a time; kinds of blocks are less."""
 SHARED = -1
@@ -24,7 +33,7 @@ _BUCKETS = 64
 _SPANS = 44
 _BOUNDS = [2 ** (number / 2) / 32 for number in range(_SPANS)]
 _WIDTHS = [end - begin for begin, end in zip([0.0, *_BOUNDS], _BOUNDS, strict=False)]
-_PRIOR_WEIGHT, _BETWEEN_LESSONS = 4.0, 8
+_PRIOR_WEIGHT, _BETWEEN_LESSONS, _MOST_OBSERVED = 4.0, 8, 1024
 _PRIOR_RATES = [0.02 + 0.35 * exp(-(log2(bound / 1.2) ** 2) / 4) for bound in _BOUNDS]
 """Until more is known of a source, most uses come within a factor of four of the predicted time."""
 MOST_AGE = _BOUNDS[-8]
@@ -41,35 +50,51 @@ def _scale(prediction: int) -> float:
 
 
 class _LifeTable:
-    """The returns of one source by normalised age."""
+    """The returns of one source by normalised age. ``common``: the table of all sources of its kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, common: "_LifeTable | None" = None) -> None:
         self._returned, self._reached = [0.0] * _SPANS, [0.0] * _SPANS
         self._num_observed = 0
+        self._common = common
+        self.rates = _PRIOR_RATES
         self._learn()
 
-    def observe(self, age: float, *, returned: bool) -> None:
-        """Count a session that returned at this normalised age, or has not returned up to it."""
+    def reach(self, age: float, counted: int) -> int:
+        """Count a session that has not returned up to this normalised age.
+
+        ``counted``: the spans in which it was counted before. Returns in how many it has been now.
+        """
         last = _span(age)
-        for span in range(last + returned):
+        for span in range(counted, last):
             self._reached[span] += 1
-        self._returned[last] += returned
+        return max(counted, last)
+
+    def returned(self, age: float, counted: int) -> None:
+        """Count a session that returned at this normalised age, and was counted in the spans before as in ``reach``."""
+        last = _span(age)
+        self.reach(age, counted)
+        self._reached[last] += 1
+        self._returned[last] += 1
         self._num_observed += 1
         if self._num_observed % _BETWEEN_LESSONS == 0:
             self._learn()
+        if self._num_observed >= _MOST_OBSERVED:
+            self._num_observed //= 2
+            self._reached = [count / 2 for count in self._reached]
+            self._returned = [count / 2 for count in self._returned]
 
     def _learn(self) -> None:
-        weight = _PRIOR_WEIGHT
-        self._rates = [
-            (back + weight * prior) / (all_ + weight)
-            for back, all_, prior in zip(self._returned, self._reached, _PRIOR_RATES, strict=True)
+        weight, prior = _PRIOR_WEIGHT, self._common.rates if self._common is not None else _PRIOR_RATES
+        self.rates = [
+            (back + weight * before) / (all_ + weight)
+            for back, all_, before in zip(self._returned, self._reached, prior, strict=True)
         ]
-        self.densities = gittins_densities(self._rates, _WIDTHS)
+        self.densities = gittins_densities(self.rates, _WIDTHS)
 
     def probability(self, age: float) -> float:
         """The probability of a return after this normalised age."""
         missing = 1.0
-        for rate in self._rates[_span(age) :]:
+        for rate in self.rates[_span(age) :]:
             missing *= 1 - min(rate, 1.0)
         return 1 - missing
 
@@ -79,32 +104,50 @@ class PredictedUses:
 
     def __init__(self) -> None:
         self._tables = {source: _LifeTable() for source in (HINTED, DOUBTED, LEARNED)}
-        self._next: tuple[CachedBlock, int, int] | None = None
+        self._waits: OrderedDict[str, int] = OrderedDict()
+        self._next: tuple[CachedBlock, int, int, int] | None = None
 
     def time(self, source: int, num_blocks: float) -> int:
         """The prediction of a use after ``num_blocks`` blocks have come into the caches."""
         bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, num_blocks))))
         return ENDED + source * _BUCKETS + bucket
 
-    def ends(self, last: CachedBlock, session: int, prediction: int) -> None:
+    def waits_for(self, what: str) -> int:
+        """Return the source of waits of a kind."""
+        source = self._waits.get(what)
+        if source is None:
+            source = LEARNED + 1 + len(self._waits)
+            if len(self._waits) >= _MOST_WAITS:
+                source = self._waits.popitem(last=False)[1]
+            self._waits[what] = source
+            self._tables[source] = _LifeTable(self._tables[LEARNED])
+        self._waits.move_to_end(what)
+        return source
+
+    def slowest(self, sources: Iterable[int]) -> int:
+        """Return the source whose sessions are worth the least when their waits begin."""
+        return min(sources, key=lambda source: self._tables[source].densities[0])
+
+    def ends(self, last: CachedBlock, session: int, prediction: int, parent: int = 0) -> None:
         """The blocks up to ``last``, whose use is counted next, are let go of by a turn of ``session``.
 
-        ``prediction``: of their next use; 0: none.
+        ``prediction``: of their next use; 0: none. ``parent``: the session whose blocks they begin with, which keeps
+        them; 0: none.
         """
-        self._next = last, session, prediction
+        self._next = last, session, prediction, parent
 
     def used(self, blocks: list[CachedBlock], ending: int) -> None:
         """A sequence lets go of ``blocks``, whose kinds are still those of earlier uses."""
         announced, self._next = self._next, None
         if ending == PREEMPTED or not blocks:
             return
-        session = prediction = 0
+        session = prediction = parent = 0
         if announced is not None and announced[0] is blocks[-1]:
-            _, session, prediction = announced
+            _, session, prediction, parent = announced
         for block in blocks:
             if (session and block.session == session) or (not block.session and _is_new(block)):
                 block.session, block.prediction = session, prediction
-            else:
+            elif not parent or block.session != parent:
                 block.session, block.prediction = SHARED, 0
 
     def value(self, prediction: int, age: int) -> float:
@@ -118,9 +161,18 @@ class PredictedUses:
         """The probability that a block is used again."""
         return 0.0 if prediction == ENDED else self._table(prediction).probability(age / _scale(prediction))
 
-    def observe(self, prediction: int, age: int, *, returned: bool) -> None:
-        """Learn that a session came back, or has not, this age after its prediction."""
-        self._table(prediction).observe(age / _scale(prediction), returned=returned)
+    def reach(self, prediction: int, age: int, counted: int = 0) -> int:
+        """Learn that a session has not come back this age after its prediction; see ``_LifeTable.reach``."""
+        return max(table.reach(age / _scale(prediction), counted) for table in self._taught(prediction))
+
+    def returned(self, prediction: int, age: int, counted: int = 0) -> None:
+        """Learn that a session came back this age after its prediction."""
+        for table in self._taught(prediction):
+            table.returned(age / _scale(prediction), counted)
+
+    def _taught(self, prediction: int) -> set[_LifeTable]:
+        table = self._table(prediction)
+        return {table, self._tables[LEARNED]} if prediction >= ENDED + LEARNED * _BUCKETS else {table}
 
     def is_overdue(self, prediction: int, age: int) -> bool:
         """Whether a session is not waited for any more."""
