@@ -65,12 +65,18 @@ async def test_sessions_and_hints_of_every_api(path: str) -> None:
 
 async def test_which_name_of_a_session_counts() -> None:
     codex, dynamo = {"Session-Id": "codex"}, {"X-Dynamo-Session-Id": "nv"}
+    conversation = {"conversation_params": {"conversation_id": "trt"}}
     async with serving() as server:
         assert (await hints(server, CHATS, chat(prompt_cache_key="key"))).session == "key"
         assert (await hints(server, CHATS, chat(prompt_cache_key="key"), **codex)).session == "key"
         assert (await hints(server, CHATS, chat(), **codex)).session == "codex"
         assert (await hints(server, CHATS, chat(), conversation_id="old")).session == "old"
         assert (await hints(server, CHATS, chat(prompt_cache_key="key"), **dynamo)).session == "nv"
+        assert (await hints(server, CHATS, chat(prompt_cache_key="key"), **{"Thread-Id": "agent"})).session == "agent"
+        assert (await hints(server, CHATS, chat(), **{"X-Session-Affinity": "worker"})).session == "worker"
+        for path, body in ((CHATS, chat()), ("/v1/messages", chat()), ("/v1/responses", {"input": "a"})):
+            assert (await hints(server, path, body | conversation, **dynamo)).session == "trt"
+        assert (await hints(server, CHATS, chat(session_id="own", **conversation))).session == "own"
         assert (await hints(server, CHATS, chat(prompt_cache_key="", user="me"))).session == ""
         for name in ("X-Session-Id", "session_id"):
             status, answer = await server.post(CHATS, chat(), **{name: "x" * 2000})
@@ -157,6 +163,9 @@ async def test_fields_of_dynamo() -> None:
         assert server.scheduler.last.params.priority == -5
         await hints(server, CHATS, chat(priority=3, nvext={"agent_hints": {"priority": 5}}))
         assert server.scheduler.last.params.priority == 3
+        for fields, salt in (({}, "all/nv"), ({"cache_salt": "own"}, "all/own")):
+            await hints(server, "/v1/messages", chat(nvext={"cache_salt": "nv", "greed_sampling": False}, **fields))
+            assert server.scheduler.last.params.cache_salt == salt
 
 
 @pytest.mark.parametrize(
@@ -171,6 +180,10 @@ async def test_fields_of_dynamo() -> None:
         ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm"),
         ({"nvext": {"session_control": {}}}, "nvext.session_control.session_id"),
         ({"nvext": {"agent_hints": {"priority": 2**40}}}, "nvext.agent_hints.priority"),
+        ({"nvext": {"greed_sampling": True}}, "nvext.greed_sampling"),
+        ({"nvext": {"token_data": [1]}}, "nvext.token_data"),
+        ({"nvext": {"cache_salt": ""}}, "nvext.cache_salt"),
+        ({"conversation_params": {}}, "conversation_params.conversation_id"),
         (
             {"kv_cache_retention_config": {"token_range_retention_configs": [{"priority": 101}]}},
             "kv_cache_retention_config.token_range_retention_configs[0].priority",
@@ -194,6 +207,7 @@ async def test_wrong_hints_are_named(fields: dict[str, Any], param: str) -> None
         ("claude_code_before_2_1_78", CONVERSATION, "", 0),
         ("claude_code_subagent", AGENT, CONVERSATION, 0),
         ("codex", CONVERSATION, "", 0),
+        ("codex_subagent", AGENT, CONVERSATION, 0),
         ("codex_before_prompt_cache_keys", CONVERSATION, "", 0),
     ],
 )
@@ -323,6 +337,15 @@ async def test_wrong_advice_is_named(body: dict[str, Any], param: str) -> None:
         status, answer = await server.post(ADVICE, body)
         error: Any = answer["error"]
         assert (status, error["param"]) == (404 if param == "model" else 400, param), error
+        assert not server.scheduler.advice
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
+async def test_advice_for_no_number_of_seconds(number: str) -> None:
+    body = f'{{"advice": "pin", "session_id": "s", "seconds": {number}}}'
+    async with serving() as server:
+        async with server.http.post(server.url + ADVICE, data=body, headers={"Content-Type": "application/json"}) as it:
+            assert it.status == 400, await it.text()
         assert not server.scheduler.advice
 
 

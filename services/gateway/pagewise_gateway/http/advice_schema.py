@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from pagewise_gateway.http.hints_schema import Duration, Seconds, SessionId
-from pagewise_gateway.http.schema import LONGEST_TEXT, CacheSalt, Messages, TemplateKwargs, TokenId
+from pagewise_gateway.http.hints_schema import CacheSalt, Duration, Seconds, SessionId
+from pagewise_gateway.http.schema import LONGEST_TEXT, Messages, TemplateKwargs, TokenId
 from pagewise_gateway.http.tools_schema import ToolList
 
 Kind = Literal["willneed", "cold", "dontneed", "pin", "unpin", "fork", "end"]

@@ -21,7 +21,7 @@ from pagewise_gateway.generation import AnswerOptions, SequenceDelta
 from pagewise_gateway.http.context import CLIENT, REQUEST_ID, Service, client_request_id
 from pagewise_gateway.http.conversation import Parsing
 from pagewise_gateway.http.errors import APIError
-from pagewise_gateway.http.hints import reuse_hints
+from pagewise_gateway.http.hints import own_salt, reuse_hints
 from pagewise_gateway.http.intake import Intake
 from pagewise_gateway.http.params import beam_params, check_model, stop_texts
 from pagewise_gateway.http.request_log import Generated, RequestTrace
@@ -76,7 +76,7 @@ def generate(
             n=n,
             beam=beam_params(body, n),
             priority=body.priority or 0,
-            cache_salt=client.cache_salt(body.cache_salt),
+            cache_salt=client.cache_salt(own_salt(body)),
             key=client.name,
             client_request_id=client_request_id(request),
             reuse=reuse_hints(request, body, service.tokenizer.tool_call_ids),

@@ -30,19 +30,18 @@ from pagewise_gateway.http.console import CONSOLE_HANDLERS, Feeds, add_console
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, MAX_CLIENT_REQUEST_ID, REQUEST_ID, Service
 from pagewise_gateway.http.conversation import ChatFormats
 from pagewise_gateway.http.debug import debug_explain, debug_memory, debug_request
-from pagewise_gateway.http.errors import APIError, InvalidRequestError, NotFoundError, UnsupportedEndpointError
+from pagewise_gateway.http.errors import APIError, NotFoundError, UnsupportedEndpointError
 from pagewise_gateway.http.intake import AnswerMemory, BodyMemory, Intake
 from pagewise_gateway.http.listening import RefusedRequests
 from pagewise_gateway.http.loop_turns import LoopTurns
 from pagewise_gateway.http.messages_api import count_tokens, create_message, error_response
 from pagewise_gateway.http.openapi import OPERATORS, Endpoint, document
-from pagewise_gateway.http.params import Limits, check_common, check_model
-from pagewise_gateway.http.parsing import discard_body, read_request
-from pagewise_gateway.http.pieces import Piece, check_segments
+from pagewise_gateway.http.params import Limits, check_model
+from pagewise_gateway.http.parsing import discard_body
 from pagewise_gateway.http.places import PlaceFinder
-from pagewise_gateway.http.prompts import check_tokenizable, encode_chat, encode_text
 from pagewise_gateway.http.request_log import about_request, log_request, trace_requests
 from pagewise_gateway.http.responses_api import create_response
+from pagewise_gateway.http.tokens_api import detokenize, render, tokenize
 from pagewise_gateway.http.writing import Deliveries, in_time, known_error, write_if_large
 from pagewise_gateway.metrics import CONTENT_TYPE, Metrics
 from pagewise_gateway.scheduler_client import SchedulerClient
@@ -281,79 +280,16 @@ async def get_model(request: web.Request) -> web.Response:
     return _json(_model(request, check_model(request.match_info["model"], request.app[Service.KEY].limits)))
 
 
-async def tokenize(request: web.Request) -> web.Response:
-    """Tokens of a prompt or of messages."""
-    service, key = request.app[Service.KEY], request[CLIENT].name
-    body, _ = await read_request(request, schema.TokenizeRequest)
-    check_model(body.model, service.limits)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError("give a prompt or messages", "prompt")
-    capacity = service.scheduler_client.capacity()
-    if body.prompt is None:
-        encoded = await encode_chat(service, body, capacity, key)
-    else:
-        check_tokenizable(body.prompt, capacity, "prompt")
-        encoded = await encode_text(service, [Piece(body.prompt)], body.add_special_tokens is not False, key)
-    tokens = encoded.tokens
-    strings: list[str] | None = None
-    if body.return_token_strs:
-        name = service.tokenizer.token
-
-        def named() -> list[str]:
-            names = {token: name(token) for token in set(tokens)}  # one string for all tokens of an id
-            return [names[token] for token in tokens]
-
-        strings = await service.tokenizer.off_loop(named, key)
-    return _json(responses.TokenizeResponse(len(tokens), _max_model_len(service), list(tokens), strings))
-
-
-async def render(request: web.Request) -> web.Response:
-    """The prompt that a chat completion would have, which is not run."""
-    service, key = request.app[Service.KEY], request[CLIENT].name
-    body, _ = await read_request(request, schema.ChatRequest)
-    check_common(body, service.limits)
-    check_segments(body)
-    service.formats.check(body)
-    encoded = await encode_chat(service, body, service.scheduler_client.capacity(), key, whole_text=True)
-    return _json(responses.RenderResponse(encoded.text, list(encoded.tokens)))
-
-
-async def detokenize(request: web.Request) -> web.Response:
-    """Text of tokens."""
-    service = request.app[Service.KEY]
-    body, _ = await read_request(request, schema.DetokenizeRequest)
-    check_model(body.model, service.limits)
-    capacity = service.scheduler_client.capacity()
-    most = max(
-        schema.ALWAYS_DETOKENIZED_TOKENS, schema.DETOKENIZED_CONTEXTS * (capacity.max_model_len if capacity else 0)
-    )
-    if len(body.tokens) > most:
-        raise InvalidRequestError(f"tokens: {len(body.tokens)} are too many, the limit is {most}", "tokens")
-    vocab_size = max(service.tokenizer.vocab_size, capacity.vocab_size if capacity else 0)
-    if (largest := max(body.tokens, default=0)) >= vocab_size:
-        raise InvalidRequestError(f"tokens: token id {largest} is outside the vocabulary of {vocab_size}", "tokens")
-    decode = service.tokenizer.decode
-    text = await service.tokenizer.off_loop(
-        lambda: decode(body.tokens, skip_special_tokens=False), request[CLIENT].name, len(body.tokens)
-    )
-    return _json(responses.DetokenizeResponse(text))
-
-
 def _model(request: web.Request, adapter: Adapter | None) -> responses.Model:
     """Describe an adapter, or the model. Only operators learn their folders."""
     service, operator = request.app[Service.KEY], request[CLIENT].operator
-    limits, longest, defaults = service.limits, _max_model_len(service), service.generation.defaults
+    limits, longest, defaults = service.limits, service.max_model_len, service.generation.defaults
     shown = defaults, service.formats.tool_parser, service.formats.reasoning_parser
     if adapter is None:
         root = limits.root if operator else limits.model_name
         return responses.Model(limits.model_name, _STARTED, longest, root, *shown)
     root = adapter.path if operator else adapter.name
     return responses.Model(adapter.name, adapter.created, longest, root, *shown, limits.model_name)
-
-
-def _max_model_len(service: Service) -> int | None:
-    capacity = service.scheduler_client.capacity()
-    return capacity.max_model_len if capacity else None
 
 
 def _json(body: object, status: int = 200) -> web.Response:

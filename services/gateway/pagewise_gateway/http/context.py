@@ -73,6 +73,12 @@ class Service:
     keep_alive: float
     always_usage: bool
 
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest context of the model; None: no executor has joined yet."""
+        capacity = self.scheduler_client.capacity()
+        return capacity.max_model_len if capacity else None
+
     @staticmethod
     def headers(request: web.Request) -> dict[str, str]:
         """Return the headers of every answer."""

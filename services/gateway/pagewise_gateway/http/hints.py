@@ -10,18 +10,25 @@ from pagewise_shared.protocol import ReuseHints
 
 from pagewise_gateway.http.errors import InvalidRequestError
 from pagewise_gateway.http.hints_schema import LONGEST_SESSION, KvCacheRetentionConfig, ReuseFields, seconds_of
-from pagewise_gateway.http.schema import ChatMessage
+from pagewise_gateway.http.schema import ChatMessage, GenerationFields
 
 MOST_BREAKPOINTS = 4
 """The maximum number of cache breakpoints of a request, as in OpenAI's and Anthropic's APIs."""
 
 _AGENT, _CLAUDE_CODE = "X-Claude-Code-Agent-Id", "X-Claude-Code-Session-Id"
-_HEADERS = ("X-Session-Id", "X-Dynamo-Session-Id", _AGENT, _CLAUDE_CODE)
+_HEADERS = ("X-Session-Id", "X-Dynamo-Session-Id", _AGENT, _CLAUDE_CODE, "Thread-Id")
 """Headers that name the session of a request: ours and OpenCode's, Dynamo's, Claude Code's for an agent that another
-agent has started, and Claude Code's."""
-_CODEX = ("Session-Id", "session_id", "conversation_id")
-"""Headers of Codex. Its ``prompt_cache_key`` is more specific: agents that one session starts have their own."""
-_PARENTS = ("X-Parent-Session-Id", "X-Dynamo-Parent-Session-Id", "X-Claude-Code-Parent-Agent-Id")
+agent has started, Claude Code's, and Codex'."""
+_OTHERS = ("Session-Id", "session_id", "conversation_id", "X-Session-Affinity", "X-Multi-Turn-Session-Id")
+"""Headers that count if there is no ``prompt_cache_key``: those of earlier versions of Codex, and of clients of
+Fireworks AI. Later versions of Codex send one ``Session-Id`` and key for all agents of a session, and a ``Thread-Id``
+for each."""
+_PARENTS = (
+    "X-Parent-Session-Id",
+    "X-Dynamo-Parent-Session-Id",
+    "X-Claude-Code-Parent-Agent-Id",
+    "X-Codex-Parent-Thread-Id",
+)
 _FINAL = "X-Dynamo-Session-Final"
 _NAME = re.compile(rf"[\x20-\x7e]{{1,{LONGEST_SESSION}}}")
 _USER_ID = re.compile(r"_session_([0-9A-Za-z-]+)$")
@@ -64,13 +71,14 @@ def session_of(request: web.Request, body: ReuseFields) -> str:
     Raises:
         InvalidRequestError: a header cannot be the name of a session.
     """
-    control = body.nvext.session_control if body.nvext is not None else None
+    control, conversation = body.nvext.session_control if body.nvext is not None else None, body.conversation_params
     return (
         body.session_id
         or (control.session_id if control is not None else "")
+        or (conversation.conversation_id if conversation is not None else "")
         or named_in(request)
         or body.prompt_cache_key
-        or named_in(request, _CODEX)
+        or named_in(request, _OTHERS)
     )
 
 
@@ -88,6 +96,11 @@ def named_in(request: web.Request, headers: Sequence[str] = _HEADERS) -> str:
                 )
             return name
     return ""
+
+
+def own_salt(body: GenerationFields) -> str | None:
+    """Return the cache salt that a request names, by our field or Dynamo's."""
+    return body.cache_salt or (body.nvext.cache_salt if body.nvext is not None else None)
 
 
 def session_of_user(metadata: Mapping[str, Any] | None) -> str | None:

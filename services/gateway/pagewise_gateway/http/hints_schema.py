@@ -40,6 +40,9 @@ CacheRetention = Annotated[
 ]
 Duration = Annotated[str, Meta(pattern=rf"^{_DURATION}$(?!\n)", description="A time such as 1h, 5m or 90s.")]
 Seconds = Annotated[float, Meta(ge=0, le=LONGEST_SECONDS)]
+CacheSalt = Annotated[
+    str, Meta(min_length=1, max_length=256, description="Requests of a key share cached KV only with the same salt.")
+]
 
 
 def seconds_of(duration: str) -> int:
@@ -95,8 +98,14 @@ class NvCacheControl(Struct, frozen=True):
 
 
 class NvExt(Struct, frozen=True):
-    """Extensions of NVIDIA Dynamo. Those that are not listed have no effect."""
+    """Extensions of NVIDIA Dynamo. ``cache_salt``: as that of the request, which wins. ``greed_sampling``,
+    ``use_raw_prompt`` and ``token_data`` would change the answer, and are not supported. Those that are not listed have
+    no effect."""
 
+    cache_salt: CacheSalt | None = None
+    greed_sampling: Literal[False] | None = None
+    use_raw_prompt: Literal[False] | None = None
+    token_data: None = None
     agent_hints: AgentHints | None = None
     session_control: SessionControl | None = None
     cache_control: NvCacheControl | None = None
@@ -120,6 +129,12 @@ class KvCacheRetentionConfig(Struct, frozen=True):
     decode_duration_ms: Annotated[float, Meta(ge=0, le=1000 * LONGEST_SECONDS)] | None = None
 
 
+class ConversationParams(Struct, frozen=True):
+    """TensorRT-LLM's name of a conversation, which is a session."""
+
+    conversation_id: SessionId
+
+
 class ReuseFields(Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that completions, chats and responses share."""
 
@@ -130,3 +145,4 @@ class ReuseFields(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: PromptCacheOptions | None = None
     nvext: NvExt | None = None
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
+    conversation_params: ConversationParams | None = None

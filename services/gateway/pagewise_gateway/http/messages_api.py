@@ -81,6 +81,7 @@ _ALLOWED: dict[str, tuple[type[schema.Block], ...]] = {
 _FIELDS = {
     "cache_hints": "cache_hints",
     "cache_salt": "cache_salt",
+    "conversation_params": "conversation_params",
     "max_completion_tokens": "max_tokens",
     "nvext": "nvext",
     "stop": "stop_sequences",

@@ -4,15 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from pagewise_gateway.http.hints_schema import CacheHints, NvExt, SessionId
-from pagewise_gateway.http.schema import (
-    MAX_MESSAGES,
-    MAX_STOP_STRINGS,
-    SCHEMAS,
-    CacheSalt,
-    StopString,
-    TemplateKwargs,
-)
+from pagewise_gateway.http.hints_schema import CacheHints, CacheSalt, ConversationParams, NvExt, SessionId
+from pagewise_gateway.http.schema import MAX_MESSAGES, MAX_STOP_STRINGS, SCHEMAS, StopString, TemplateKwargs
 from pagewise_gateway.http.tools_schema import MAX_TOOLS, FunctionName, Id
 
 _IgnoredObject = Annotated[dict[str, Any], Meta(max_length=16, description="Accepted, and without any effect.")]
@@ -176,6 +169,7 @@ class MessagesRequest(CountRequest, forbid_unknown_fields=True, kw_only=True):
     session_id: SessionId | None = None
     cache_hints: CacheHints | None = None
     nvext: NvExt | None = None
+    conversation_params: ConversationParams | None = None
 
 
 class MessageUsage(Struct):

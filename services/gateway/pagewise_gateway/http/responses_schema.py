@@ -4,14 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from pagewise_gateway.http.hints_schema import PromptCacheBreakpoint, ReuseFields
-from pagewise_gateway.http.schema import (
-    MAX_SCHEMA_NAME,
-    SCHEMAS,
-    CacheSalt,
-    Ignored,
-    TemplateKwargs,
-)
+from pagewise_gateway.http.hints_schema import CacheSalt, PromptCacheBreakpoint, ReuseFields
+from pagewise_gateway.http.schema import MAX_SCHEMA_NAME, SCHEMAS, Ignored, TemplateKwargs
 from pagewise_gateway.http.thinking_schema import ReasoningEffort, ThinkingTokens
 from pagewise_gateway.http.tools_schema import MAX_TOOLS, FunctionName, Id
 

@@ -11,7 +11,7 @@ from pagewise_shared.config.sampling_defaults import Probability, RepetitionPena
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIASES, MAX_LOGPROBS
 from pagewise_shared.segments import MAX_SEGMENTS
 
-from pagewise_gateway.http.hints_schema import PromptCacheBreakpoint, ReuseFields
+from pagewise_gateway.http.hints_schema import CacheSalt, PromptCacheBreakpoint, ReuseFields
 from pagewise_gateway.http.thinking_schema import (
     ReasoningEffort,
     ReasoningOptions,
@@ -57,9 +57,6 @@ PromptType = Annotated[
     Meta(
         description=f"A text, token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids.",
     ),
-]
-CacheSalt = Annotated[
-    str, Meta(min_length=1, max_length=256, description="Requests of a key share cached KV only with the same salt.")
 ]
 _SEGMENT_TEXTS = (
     "They are in the prompt, or in the conversation as the chat template renders it, one behind the other. In "
