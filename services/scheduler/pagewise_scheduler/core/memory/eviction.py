@@ -191,6 +191,13 @@ class CostAware:
         use = use or block
         return self._history.density(use.kind, use.last_used) * self._seconds(block.depth, block.nearest_tier)
 
+    def value_on_device(self, block: CachedBlock) -> float:
+        """The same of a block with a prediction, if the device had it."""
+        if not block.prediction or self.predicted is None:
+            return 0.0
+        age = self._history.now - block.last_used
+        return self.predicted.value(block.prediction, age) * self._seconds(block.depth, DEVICE)
+
     def value_of_new(self, place: int, depth: int) -> float:
         """The same of a snapshot on the device."""
         return self._history.density_of_new(place) * self._seconds(depth, DEVICE)

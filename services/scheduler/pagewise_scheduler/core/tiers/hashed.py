@@ -224,11 +224,13 @@ class HashedTier(Tier):
         names = (BlockName(hashes[at], hashes[at - 1] if at else root) for at in range(start, stop))
         return [Location(self, self.number, name=name) for name in names]
 
-    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
+    def came(
+        self, locations: Sequence[Location], bad: Sequence[Location], request: Request | None
+    ) -> Iterable[CachedBlock]:
         """Count loaded blocks. If a block is gone, the answer to the look-up is void."""
         self._counters.recalled += len(locations) - len(bad)
         self._counters.recall_failed += len(bad)
-        if bad:
+        if bad and request is not None:
             request.stored.pop(self.identity, None)
         return ()
 

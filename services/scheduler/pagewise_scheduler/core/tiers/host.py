@@ -110,7 +110,9 @@ class HostTier(Pool, Tier):
         """Unpin these blocks."""
         self.release(location.block for location in locations)
 
-    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
+    def came(
+        self, locations: Sequence[Location], bad: Sequence[Location], request: Request | None
+    ) -> Iterable[CachedBlock]:
         """Count loaded blocks, and return the nodes of the corrupt ones."""
         self.counters.loaded += len(locations)
         self.counters.corrupt += len(bad)

@@ -98,7 +98,9 @@ class PeerTiers(Source):
         step = 0 if tier == DEVICE else self._peer.scheduler.last_step
         return RemoteTier(self.peer, self.epoch, step, self._peer.key)
 
-    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
+    def came(
+        self, locations: Sequence[Location], bad: Sequence[Location], request: Request | None
+    ) -> Iterable[CachedBlock]:
         """Count fetched blocks."""
         self._counters.fetched += len(locations) - len(bad)
         self._counters.fetch_failed += len(bad)

@@ -69,9 +69,11 @@ class Source:
         """How a copy from there names the executor that has the tier; None: it is this executor."""
         return None
 
-    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
-        """Count the blocks that have come for a request, of which ``bad`` do not have the right content. Returns the
-        nodes of this executor's tree whose content is corrupt."""
+    def came(
+        self, locations: Sequence[Location], bad: Sequence[Location], request: Request | None
+    ) -> Iterable[CachedBlock]:
+        """Count the blocks that have come for a request, or ahead of any (None), of which ``bad`` do not have the right
+        content. Returns the nodes of this executor's tree whose content is corrupt."""
         raise NotImplementedError
 
     def has_failed(self, num_bad: int, num_blocks: int) -> bool:

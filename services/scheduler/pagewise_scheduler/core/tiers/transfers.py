@@ -44,8 +44,8 @@ class Receiver(Protocol):
     """The recovery or prefetch to which blocks come."""
 
     @property
-    def request(self) -> Request:
-        """The request for which the blocks come."""
+    def request(self) -> Request | None:
+        """The request for which the blocks come; None: they come ahead of any."""
         ...
 
     @property
