@@ -18,7 +18,7 @@ from pagewise_scheduler.replay.traces import TraceRequest
 _SYSTEM_TOKENS = 14_656
 """The beginning that all agents share: tools and system prompt."""
 _MOST_TOKENS, _LONGEST_THINKING = 120_000, 3600.0
-_TOKEN_SECONDS = 0.012
+_TOKEN_SECONDS = 0.005
 """About what a token of an answer takes; to know which sub-agent ends last."""
 _DELEGATE = "delegate"
 
@@ -93,9 +93,7 @@ class _Agents:
                 after = self._turn(session, blocks, size, after, thinks, name)
                 added, thinks = rng.choice(self._found.growth), self._duration(name)
                 if name == _DELEGATE:
-                    last = max(
-                        (self._sub_agent(session, blocks, size, after) for _ in range(rng.randint(*_SUB_AGENTS)))
-                    )
+                    last = max(self._sub_agent(session, blocks, size, after) for _ in range(rng.randint(*_SUB_AGENTS)))
                     after = last[1]
             if rng.random() > _TASKS_GO_ON:
                 return

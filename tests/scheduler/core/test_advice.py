@@ -68,7 +68,7 @@ def test_blocks_that_the_next_turn_has_not_taken_give_way() -> None:
     left = [node for node in clients.path(prompt(1)) if node not in clients.path(changed)]
     assert len(left) == 2
     assert all(node.prediction == ENDED for node in left)
-    assert not any(node.prediction for node in clients.path(changed))
+    assert all(node.prediction > ENDED for node in clients.path(changed))
 
 
 def test_blocks_of_several_sessions_keep_their_class() -> None:
@@ -127,14 +127,30 @@ def test_pins_are_bounded_expire_and_give_way() -> None:
     assert_all_free(clients.scheduler)
 
 
-def test_durations_of_tools_predict_the_next_turn() -> None:
+def test_tools_that_take_long_make_their_sessions_worth_less_until_then() -> None:
     clients = Clients()
-    for number in range(10):
-        clients.now = 60.0 * number
-        clients.turn(prompt(1), "a")
-        done = clients.advise("called", "a", tools=("run_tests",))
-    assert done.seconds == pytest.approx(60.0)
-    assert clients.path(prompt(1))[0].prediction > ENDED
+    for number in range(24):
+        clients.turn(prompt(1), "slow")
+        clients.advise("called", "slow", tools=("run_tests",))
+        for part in range(4):
+            clients.turn(prompt(2), "fast")
+            clients.advise("called", "fast", tools=("read_file",))
+            clients.turn(prompt(3 + 4 * number + part), ends=True)  # time is counted in blocks that come in
+            clients.now += 2.0
+    predicted = clients.advice._predicted
+    fast, slow = (clients.path(prompt(session))[0].prediction for session in (2, 1))
+    assert fast > ENDED
+    assert slow > ENDED
+    assert predicted.value(fast, 0) > predicted.value(slow, 0)
+
+
+def test_a_sub_agent_leaves_the_blocks_of_its_parent_to_it() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "parent", returns_in=9.0)
+    before = [(node.session, node.prediction) for node in clients.path(prompt(1))]
+    clients.turn(prompt(1) + prompt(2), "child", parent="parent", ends=True)
+    assert [(node.session, node.prediction) for node in clients.path(prompt(1))] == before
+    assert all(node.prediction == ENDED for node in clients.path(prompt(1) + prompt(2))[4:])
 
 
 _KINDS = st.sampled_from(["willneed", "cold", "dontneed", "pin", "unpin", "fork", "end", "called"])
