@@ -288,6 +288,7 @@ class Metrics:
             "advice_accepted": "Advice on cached KV that executors have followed.",
             "advice_clipped": "Advice that executors have followed in part.",
             "advice_refused": "Advice on KV that is cached, which executors have refused.",
+            "advice_loaded_blocks": "Blocks that were loaded from host memory ahead of their use, by advice.",
             "hints_kept": "Hints of clients after which a session returned in time.",
             "hints_broken": "Hints after which a session returned late or not at all, or although it had ended.",
             "segment_moved_tokens": "Tokens of segments whose KV was moved to where they stand.",

@@ -23,10 +23,11 @@ class LostPrefix(Struct):
     """Tokens of the prompt that were cached once, from ``position`` on.
 
     Fields:
-        reason: "evicted", "corrupt", "executor lost", "executor reset" or "cache reset". time: of the loss, since 1970.
+        reason: "evicted", "corrupt", "executor lost", "executor reset", "cache reset" or "advice" (of its client).
+        time: of the loss, since 1970.
         cached_by: the request that computed them, and cached_at: when it started, since 1970.
         taker: the request whose allocation evicted them, the first of ``num_takers``.
-        policy: the eviction policy that chose them. price: their worth to it.
+        policy: the eviction policy that chose them; "EndedSession": no use was expected. price: their worth to it.
     """
 
     position: int

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.features.advice import Advice, Outcome
-from pagewise_scheduler.core.memory.predicted_uses import DOUBTED, ENDED, HINTED, SHARED
+from pagewise_scheduler.core.memory.eviction_history import ENDED, key_of
+from pagewise_scheduler.core.memory.predicted_uses import DOUBTED, HINTED, SHARED
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_shared.protocol import Advise, ReuseHints
@@ -112,6 +113,59 @@ def test_advice_releases_memory_of_the_session_alone(kind: str) -> None:
     assert [node.block for node in found] == ([-1] * 4 if kind == "cold" else [])
     assert all(node.num_tiers == 1 for node in found)
     assert len(clients.path(prompt(2))) == 4
+
+
+def test_kv_comes_from_host_memory_ahead_of_its_use() -> None:
+    clients = Clients(num_host_blocks=16)
+    clients.turn(prompt(1), "a")
+    clients.advise("cold", "a")
+    run(clients.scheduler, clients.executor)
+    assert [node.block for node in clients.path(prompt(1))] == [-1] * 4
+    assert clients.advise("willneed", "a", seconds=5.0).outcome == "accepted"
+    run(clients.scheduler, clients.executor)
+    assert all(node.block >= 0 for node in clients.path(prompt(1)))
+    assert clients.advice.counts()["advice_loaded_blocks"] == 4
+    check_states(clients.scheduler.kv.pool)
+    assert_all_free(clients.scheduler)
+
+
+def test_kv_that_is_used_later_displaces_nothing() -> None:
+    clients = Clients(num_blocks=16, num_host_blocks=64)
+    clients.turn(prompt(1), "late")
+    clients.advise("cold", "late")
+    for number in range(2, 5):
+        clients.now += 1.0
+        clients.turn(prompt(number, 20), f"soon {number}", returns_in=1.0)
+    clients.turn(prompt(9), "now")
+    on_device = [node for number in range(2, 5) for node in clients.path(prompt(number, 20)) if node.block >= 0]
+    clients.advise("willneed", "late", seconds=1e6)
+    clients.turn(prompt(8, 2), "now")
+    assert len([node for node in clients.path(prompt(1)) if node.block >= 0]) <= clients.scheduler.kv.num_free
+    assert all(node.block >= 0 for node in on_device)
+
+
+def test_lost_blocks_tell_what_advice_did() -> None:
+    clients = Clients()
+    ends = {}
+    for number, hints in ((1, {}), (2, {"ends": True}), (3, {})):
+        clients.turn(prompt(number), f"s{number}", **hints)
+        ends[number] = key_of(clients.path(prompt(number))[-1])
+    clients.advise("dontneed", "s1")
+    evict(clients.scheduler, clients.scheduler.kv.num_free + 8)
+    found = {number: clients.scheduler.kv.eviction_history.lost.find(key) for number, key in ends.items()}
+    said = {number: (one.reason, one.policy) for number, one in found.items() if one is not None}
+    assert said == {1: ("advice", "CostAware"), 2: ("evicted", "EndedSession"), 3: ("evicted", "CostAware")}
+
+
+def test_pins_end_when_their_time_is_over() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "a")
+    assert clients.advise("pin", "a", seconds=30.0).seconds == 30.0
+    for now, held in ((20.0, 4), (40.0, 0)):
+        clients.now = now
+        clients.turn(prompt(2, 2), "b")
+        evict(clients.scheduler, 64)
+        assert len(clients.path(prompt(1))) == held
 
 
 def test_pins_are_bounded_expire_and_give_way() -> None:

@@ -253,6 +253,8 @@ def _how_lost(lost: LostPrefix) -> str:
         return f"lost at {when}, when the executor {lost.executor_id} was reset after an error"
     if lost.reason == "cache reset":
         return f"released{at} at {when}, when an operator reset the cache"
+    if lost.reason == "advice":
+        return f"released{at} at {when} by advice of its client"
     if lost.reason == "corrupt":
         return f"dropped{at} at {when}, because they came back from the {lost.tier} with wrong content"
     many = lost.taker is not None and lost.num_takers > 1
@@ -263,6 +265,8 @@ def _how_lost(lost: LostPrefix) -> str:
 def _eviction_reason(lost: LostPrefix) -> str:
     if lost.policy == "CostAware":
         return "because their expected value was the least"
+    if lost.policy == "EndedSession":
+        return "because their session had ended, or had gone on without them"
     if lost.policy == "LeastRecentlyUsed":
         return "because they had not been used for the longest time"
     return f"because the policy {lost.policy} chose them first"

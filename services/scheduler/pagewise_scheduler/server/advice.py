@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from math import inf
 from time import monotonic as clock
 
 from pagewise_shared.protocol import Advise, Advised
 
 from pagewise_scheduler.core.features.advice import Outcome
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
+
+_MOST_NAMES, _MOST_CHARACTERS = 128, 1024
 
 
 def advise(
@@ -21,6 +24,11 @@ def advise(
     """
     if not (advice.session or advice.request_id or len(advice.tokens) >= 4) or len(advice.tokens) % 4:
         return Advised(advice.number, "refused", "it names no session, request or prompt")
+    names = (advice.session, advice.request_id, advice.parent, *advice.tools)
+    if len(names) > _MOST_NAMES or max(map(len, names)) > _MOST_CHARACTERS:
+        return Advised(advice.number, "refused", f"over {_MOST_NAMES} names, or {_MOST_CHARACTERS} characters of one")
+    if not -1.0 <= advice.seconds < inf:
+        return Advised(advice.number, "refused", f"it is for {advice.seconds} s")
     outcomes: list[Outcome] = []
     size = 1
     for executor in executors:

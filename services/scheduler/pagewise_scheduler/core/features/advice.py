@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pagewise_scheduler.core.features.feature import Feature
+from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
 from pagewise_scheduler.core.features.pins import Pins
 from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
+from pagewise_scheduler.core.memory.eviction_history import ENDED
 from pagewise_scheduler.core.memory.predicted_uses import (
     DOUBTED,
-    ENDED,
     HINTED,
     SECONDS,
     PredictedUses,
@@ -26,6 +27,7 @@ from pagewise_scheduler.core.memory.predicted_uses import (
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers.cache_reset import release_node
+from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
     from pagewise_shared.protocol import Advise
@@ -139,6 +141,7 @@ class Advice(Feature):
         self._trust: dict[str, Trust] = {}
         self._inflow = _Inflow()
         self._pins = Pins(self._kv)
+        self._ahead = LoadsAhead(scheduler, self._policy) if self._policy is not None else None
         self._watched, self._demotes = 0.0, False
         self.outcomes = {"accepted": 0, "clipped": 0, "refused": 0}
         self.num_kept = self.num_broken = 0
@@ -247,6 +250,11 @@ class Advice(Feature):
                 if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
 
+    def add_to_plan(self, step: int, budget: int, loads: Loads) -> int:
+        if self._ahead is not None:
+            self._ahead.ask(step, loads, self._now)
+        return 0
+
     def wants_step(self) -> bool:
         return self._demotes and self.scheduler.has_unsent_demotions
 
@@ -261,11 +269,14 @@ class Advice(Feature):
 
     def clear(self) -> None:
         self._pins.release_all()
+        if self._ahead is not None:
+            self._ahead.clear()
         self._sessions.clear()
         self._keys.clear()
 
     def counts(self) -> dict[str, int]:
         counts = {f"advice_{outcome}": count for outcome, count in self.outcomes.items()}
+        counts["advice_loaded_blocks"] = self._ahead.num_loaded if self._ahead is not None else 0
         return counts | {"hints_kept": self.num_kept, "hints_broken": self.num_broken}
 
     # ---- advice --------------------------------------------------------------------------------------
@@ -316,16 +327,20 @@ class Advice(Feature):
         own = [node for node in path if self._is_own(node, advice.key)]
         if not own:
             return Outcome("refused", "other sessions use it too")
+        if self._ahead is not None and advice.kind != "willneed":
+            self._ahead.forget(path)
         if advice.kind in ("cold", "dontneed"):
             return self._release(own, forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
         if self._kv.windows:
             return Outcome("refused", "models with several groups of layers take hints with requests only")
-        return self._expect(advice, session, own)
+        return self._expect(advice, session, path, own)
 
-    def _expect(self, advice: "Advise", session: Session | None, own: list[CachedBlock]) -> Outcome:
-        """Follow advice on when blocks are used again, or not."""
+    def _expect(
+        self, advice: "Advise", session: Session | None, path: list[CachedBlock], own: list[CachedBlock]
+    ) -> Outcome:
+        """Follow advice on when the blocks ``own`` of a path are used again, or not."""
         due, source = -1.0, self._trust_of(advice.key).source
         if advice.kind == "end":
             prediction = ENDED
@@ -341,6 +356,8 @@ class Advice(Feature):
             due = max(seconds, _LEAST_SECONDS)
             prediction = self._in(due, source)
         self._predict(own, prediction)
+        if self._ahead is not None and advice.kind == "willneed":
+            self._ahead.want(path[0], self._now + _LATE * due)
         if session is not None:
             session.prediction, session.due, session.left, session.tick = prediction, due, self._now, self._tick
             session.counted = 0
@@ -351,7 +368,7 @@ class Advice(Feature):
         if self._kv.windows:
             return Outcome("refused", "models with several groups of layers release memory by themselves")
         if forget:
-            num_released = sum(release_node(self._kv, node, "evicted") for node in own)
+            num_released = sum(release_node(self._kv, node, "advice") for node in own)
         else:
             before = self._kv.num_free
             self.scheduler.plan.copy(self._kv.pool.evict_nodes(own))

@@ -1,7 +1,7 @@
 """Loads of cached blocks from host memory ahead of their next use, by a client's advice.
 
-Advice and eviction go by one estimate. A free block of the device costs nothing. Otherwise a block is loaded if its value on
-the device, by the prediction of its next use, exceeds the value of the block that is evicted for it.
+Advice and eviction go by one estimate. A free block of the device costs nothing. Otherwise a block is loaded if its
+value on the device, by the prediction of its next use, exceeds the value of the block that is evicted for it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,16 @@ from pagewise_scheduler.core.tiers.transfers import Loads
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-_PIECE_BLOCKS = 256
-"""The most blocks of one prefix that one step asks for."""
+_PIECE_BLOCKS, _BETWEEN_LOOKS = 256, 0.25
+"""The most blocks of one prefix that one step asks for, and the seconds after which it is asked again what pays."""
 
 
 @dataclass(slots=True, eq=False)
 class _LoadedPiece:
-    """Consecutive blocks of a prefix that come to the device. ``table``: holds the blocks before them, and their targets.
-    ``path``: the nodes of both."""
+    """Consecutive blocks of a prefix that come to the device.
+
+    ``table``: holds the ``start`` blocks before them, and their targets. ``path``: the nodes of both.
+    """
 
     loads: "LoadsAhead"
     table: BlockTable
@@ -52,10 +54,14 @@ class LoadsAhead:
         self._wanted: dict[CachedBlock, float] = {}
         self._coming: dict[CachedBlock, _LoadedPiece] = {}
         self.num_loaded = 0
+        self._next = 0.0
 
     def want(self, last: CachedBlock, until: float) -> None:
-        """Load the blocks up to ``last`` that lie in host memory as soon as that pays. ``until``: when to give up, in seconds."""
-        self._wanted[last] = until
+        """Load the blocks up to ``last`` that lie in host memory as soon as that pays.
+
+        ``until``: when to give up, in seconds.
+        """
+        self._wanted[last], self._next = until, 0.0
 
     def forget(self, nodes: Iterable[CachedBlock]) -> None:
         """Load none of the prefixes that end with one of ``nodes``."""
@@ -64,6 +70,9 @@ class LoadsAhead:
 
     def ask(self, step: int, loads: Loads, now: float) -> None:
         """Let the plan of ``step`` bring what pays now."""
+        if now < self._next or not self._wanted:
+            return
+        self._next = now + _BETWEEN_LOOKS
         for last, until in list(self._wanted.items()):
             if last in self._coming:
                 continue
@@ -105,6 +114,7 @@ class LoadsAhead:
         if last is None:
             return
         del self._coming[last]
+        self._next = 0.0
         size, table, stop = self._kv.block_size, piece.table, piece.start + num_good
         replaced = self._kv.cache_full_blocks(table, stop * size, lambda start, _: piece.path[start // size].tokens)
         self._kv.drop([own for _, own, _ in replaced], None)

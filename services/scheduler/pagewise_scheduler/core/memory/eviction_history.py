@@ -20,8 +20,10 @@ _MOST_AT_ONCE = 8_192
 """The most blocks that are noted when an executor is lost, the beginnings of prefixes first."""
 
 _ONE_RUN_SECONDS = 1.0
+ENDED = 1 << 16
+"""The prediction of blocks that are not used again. Greater numbers predict a time; kinds of blocks are less."""
 
-LossReason = Literal["evicted", "corrupt", "executor lost", "executor reset", "cache reset"]
+LossReason = Literal["evicted", "corrupt", "executor lost", "executor reset", "cache reset", "advice"]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +43,9 @@ class LostRun:
 
     ``time``: when the first of them was, in seconds of the scheduler's clock. ``cached_by``: the request that
     computed them, if known. ``taker``: the first of the ``num_takers`` requests for whose blocks they were evicted.
-    ``policy``: class of the eviction policy; ``price``: the value that it gave to the first of them. ``tier``: the
-    last tier that had them. ``retaken``: if it is a snapshot, when one was taken again where it had been.
+    ``policy``: class of the eviction policy, "EndedSession": no use of them was predicted; ``price``: the value that it
+    gave to the first of them. ``tier``: the last tier that had them. ``retaken``: if it is a snapshot, when one was
+    taken again where it had been.
     ``place``: the number of blocks that its executor had evicted from their last tiers before the run.
     """
 
@@ -118,6 +121,7 @@ class LossLog:
     def note(self, node: "CachedBlock", reason: LossReason, tier: int, policy: object, price: float) -> None:
         """No tier has the content of ``node`` any more."""
         run, taker = self._run, self.taker
+        rule = "EndedSession" if node.prediction == ENDED else type(policy).__name__
         if (
             run is None
             or self.now - run.time > _ONE_RUN_SECONDS
@@ -125,9 +129,10 @@ class LossLog:
             or run.taker is not taker
             or run.reason != reason
             or run.tier != tier
+            or run.policy != rule
         ):
             run = self._run = LostRun(
-                self.now, reason, node.cached_by, taker, self.num_takers, type(policy).__name__, price, tier,
+                self.now, reason, node.cached_by, taker, self.num_takers, rule, price, tier,
                 self.executor_id, place=self.num_evicted,
             )  # fmt: skip
         run.num_blocks += 1

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from math import exp, log2
 
 from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, PREEMPTED
+from pagewise_scheduler.core.memory.eviction_history import ENDED
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.memory.use_history import gittins_densities
 
@@ -24,8 +25,6 @@ SECONDS = 32.0
 """The predicted time of waits: their table tells one second from two, and a day from two."""
 _MOST_WAITS = 256
 """Kinds of waits that have a table each. Of more, those that were not seen for the longest are forgotten."""
-ENDED = 1 << 16
-"""The prediction of blocks that are not used again. Greater numbers predict a time; kinds of blocks are less."""
 SHARED = -1
 """The session of blocks that several sessions, or requests without a session, have used."""
 
