@@ -10,9 +10,11 @@ from pagewise_scheduler.core.memory.eviction_history import ENDED, key_of
 from pagewise_scheduler.core.memory.predicted_uses import DOUBTED, HINTED, SHARED
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.arena import WindowShape
 from pagewise_shared.protocol import Advise, ReuseHints
 
 from tests.core_requests import change
+from tests.scheduler.core.arenas import check_arena, create
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.checking_executor import CheckingExecutor
 from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, run
@@ -22,7 +24,8 @@ class Clients:
     """Sends turns of sessions, and advice, at a time that tests set."""
 
     def __init__(self, **options: Any) -> None:
-        self.scheduler: Scheduler = create_scheduler(eviction="cost", **options)
+        make = create if "windows" in options else create_scheduler
+        self.scheduler: Scheduler = make(eviction="cost", **options)
         self.executor: CheckingExecutor = executor_for(self.scheduler)
         self.now = 0.0
 
@@ -142,6 +145,25 @@ def test_kv_that_is_used_later_displaces_nothing() -> None:
     clients.turn(prompt(8, 2), "now")
     assert len([node for node in clients.path(prompt(1)) if node.block >= 0]) <= clients.scheduler.kv.num_free
     assert all(node.block >= 0 for node in on_device)
+
+
+@pytest.mark.parametrize("way", ["hint", "end", "dontneed"])
+def test_the_end_of_a_session_releases_its_states(way: str) -> None:
+    windows = (WindowShape(2, 3, state=True), WindowShape(5, 1))
+    clients = Clients(num_pages=200, pages=1, windows=windows, host_pages=60)
+    for number in (1, 2):
+        clients.turn(prompt(number, 20), f"s{number}", ends=way == "hint" and number == 1)
+    if way != "hint":
+        assert clients.advise(way, "s1").outcome == "accepted"
+    states, window = clients.scheduler.kv.windows
+    for group in (states, window):
+        assert not any(node in group.at for node in clients.path(prompt(1, 20)))
+        assert any(node in group.at for node in clients.path(prompt(2, 20)))
+    assert len(clients.path(prompt(1, 20))) == (0 if way == "dontneed" else 5)
+    check_arena(clients.scheduler)
+    clients.turn([*prompt(2, 20), 7], "s2")
+    clients.turn([*prompt(1, 20), 7], "s1")
+    check_arena(clients.scheduler)
 
 
 def test_lost_blocks_tell_what_advice_did() -> None:

@@ -8,7 +8,7 @@ Predictions concern blocks of full layers. Where layers are in several groups, t
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +26,7 @@ from pagewise_scheduler.core.memory.predicted_uses import (
 )
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
-from pagewise_scheduler.core.tiers.cache_reset import release_node
+from pagewise_scheduler.core.tiers.cache_reset import release_node, snapshot_pools
 from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
@@ -188,6 +188,21 @@ class Advice(Feature):
             path = set(ancestors(last))
             self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
 
+    def leave(self, request: Request, last_step: int) -> None:
+        session = self._session(request)
+        if session.prediction == ENDED and session.request_id == request.request_id:
+            self._drop_snapshots(own_blocks(session.last, session.number))
+
+    def _drop_snapshots(self, nodes: Iterable[CachedBlock]) -> None:
+        """No sequence begins behind these nodes any more: release the windows and states there. Blocks of full layers
+        that are of use with them alone go first then."""
+        history, pools = self._kv.eviction_history, list(snapshot_pools(self._kv))
+        history.reason = "advice"
+        for node in nodes if pools else ():
+            for pool in pools:
+                pool.forget(node)
+        history.reason = "evicted"
+
     def _session(self, request: Request) -> Session:
         params = request.params
         name = params.key, params.cache_salt, params.reuse.session
@@ -333,7 +348,7 @@ class Advice(Feature):
             return self._release(own, forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
-        if self._kv.windows:
+        if self._kv.windows and advice.kind != "end":
             return Outcome("refused", "models with several groups of layers take hints with requests only")
         return self._expect(advice, session, path, own)
 
@@ -345,6 +360,7 @@ class Advice(Feature):
         if advice.kind == "end":
             prediction = ENDED
             self._pins.release(advice.key, own)
+            self._drop_snapshots(own)
         elif advice.kind == "called":
             if session is None or session.prediction == ENDED or session.due >= 0:
                 return Outcome("accepted")
@@ -365,8 +381,8 @@ class Advice(Feature):
 
     def _release(self, own: list[CachedBlock], *, forget: bool) -> Outcome:
         """Demote blocks, or forget them in all tiers with ids, as far as nothing uses them."""
-        if self._kv.windows:
-            return Outcome("refused", "models with several groups of layers release memory by themselves")
+        if self._kv.windows and not forget:
+            return Outcome("refused", "models with several groups of layers demote memory by themselves")
         if forget:
             num_released = sum(release_node(self._kv, node, "advice") for node in own)
         else:

@@ -34,7 +34,7 @@ def reset_cache(kv: KVCacheManager, salt: str = "") -> ResetOutcome:
     used = {number: _num_used(kv, tier) for number, tier in kv.tiers.items()}
     for tier in kv.tiers.values():
         tier.forget_recoverable()
-    for pool in _snapshot_pools(kv):
+    for pool in snapshot_pools(kv):
         pool.forget_recoverable()
     history = kv.eviction_history
     history.reserves_for(None, 0)
@@ -52,7 +52,8 @@ def _num_used(kv: KVCacheManager, tier: Pool) -> int:
     return lower.memory[1]
 
 
-def _snapshot_pools(kv: KVCacheManager) -> Iterator[SnapshotPool]:
+def snapshot_pools(kv: KVCacheManager) -> Iterator[SnapshotPool]:
+    """The pools of windows and states, on the device and in the tiers below it."""
     for group in kv.windows:
         pool: SnapshotPool | None = group
         while pool is not None:
