@@ -25,10 +25,10 @@ from msgspec.structs import replace
 from pagewise_scheduler.core.memory.eviction import Evictable, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_scheduler.replay.costs import llama_3_8b
+from pagewise_scheduler.replay.costs import DeviceCosts, llama_3_8b
 from pagewise_scheduler.replay.simulation import SAMPLED, Served, Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
-from pagewise_shared.protocol import Advise, ReuseHints, StepResult
+from pagewise_shared.protocol import Advise, ReuseHints, StepPlan, StepResult
 
 from benchmarks.advice.subagents import Turns, sub_agents
 from benchmarks.record import record_file, write_record
@@ -169,6 +169,25 @@ class Speaker:
         scheduler.update = updated  # type: ignore[method-assign]
 
 
+def decode_at_once(simulation: Simulation, costs: DeviceCosts) -> None:
+    """Let steps that decode take as long as if each decoded one token, and they were so many."""
+    (executor,) = simulation.executors
+    scheduler = executor.scheduler
+    schedule, pool, size = scheduler.schedule, scheduler.kv.pool, scheduler.kv.block_size
+
+    def scheduled(now: float) -> StepPlan | None:
+        plan = schedule(now)
+        if plan is not None:
+            step = scheduler.steps_in_flight[-1]
+            if num_decodes := step.num_seqs - len(step.chunk_rows):
+                seconds = costs.prefill.step + costs.decode * num_decodes + costs.context * pool.num_in_use * size
+                begins = max(now, executor.free_at.get("step", 0.0))
+                executor.free_at["step"] = begins + (_TOKENS_AT_ONCE - 1) * seconds
+        return plan
+
+    scheduler.schedule = scheduled  # type: ignore[method-assign]
+
+
 def session_key(load: Turns, session: int) -> int:
     """Return the number of the API key of a session; a sub-agent has that of its parent."""
     return load.parents.get(session, session) % NUM_KEYS
@@ -181,7 +200,6 @@ def replayed(case: Case, load: Turns) -> dict[str, Any]:
     ]
     oracle, speaker = Oracle(load.requests), Speaker(case.mode, load)
     costs = llama_3_8b(case.block_size)
-    costs = changed(costs, decode=costs.decode + (_TOKENS_AT_ONCE - 1) * costs.prefill.step)
     scheduler = Scheduler(
         num_blocks=int(case.millions * 1e6) // case.block_size,
         block_size=case.block_size,
@@ -197,6 +215,7 @@ def replayed(case: Case, load: Turns) -> dict[str, Any]:
         hints=speaker.hints,
         tick=oracle.arrives,
     )
+    decode_at_once(simulation, costs)
     if case.mode not in ("lru", "today", "oracle"):
         speaker.tell_calls(scheduler, simulation)
     served = simulation.run(requests).served
