@@ -4,6 +4,8 @@ import functools
 import json
 import os
 import subprocess
+import urllib.request
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,10 @@ def python(name: str) -> Path | str:
         return f"{name} cannot be installed: {error}"
 
 
-def run(server: Scripted, environment: str, *command: str, message: str = "", folder: Path | None = None) -> str:
-    """The output of a program that is run in an environment."""
+def run(
+    server: Scripted, environment: str, *command: str, message: str = "", folder: Path | None = None, **more: str
+) -> str:
+    """The output of a program that is run in an environment. ``more``: further variables."""
     interpreter = python(environment)
     if isinstance(interpreter, str):
         pytest.skip(interpreter)
@@ -50,15 +54,36 @@ def run(server: Scripted, environment: str, *command: str, message: str = "", fo
         text=True,
         timeout=240,
         cwd=folder,
-        env=variables | server.environment | {"PYTHONIOENCODING": "utf-8"},
+        env=variables | server.environment | {"PYTHONIOENCODING": "utf-8"} | more,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def answer(server: Scripted, environment: str, script: str, *arguments: str, message: str) -> Any:
-    """The JSON that a script in ``clients`` prints."""
-    return json.loads(run(server, environment, str(CLIENTS / script), *arguments, message=message).splitlines()[-1])
+    """The JSON that a script in ``clients`` prints, whose requests are turns of one session.
+
+    Each turn finds the one before it in the cache, and advice on the session is followed.
+    """
+    session = uuid.uuid4().hex
+    output = run(server, environment, str(CLIENTS / script), *arguments, message=message, SESSION=session)
+    told = json.loads(output.splitlines()[-1])
+    if "cached" in told:
+        cached = told.pop("cached")
+        assert cached == sorted(set(cached)), "each turn finds more than the one before"
+        assert advise(server, "end", session)["outcome"] == "accepted"
+        released = advise(server, "dontneed", session)
+        assert released["outcome"] == "accepted", released
+        assert released["tokens"] > 0
+        assert advise(server, "dontneed", session)["outcome"] == "refused", "nothing of its own is left"
+    return told
+
+
+def advise(server: Scripted, advice: str, session: str) -> Any:
+    body = json.dumps({"advice": advice, "session_id": session}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server.key}"}
+    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/cache/advice", body, headers)) as told:
+        return json.load(told)
 
 
 @pytest.mark.parametrize("way", ["whole", "streamed"])

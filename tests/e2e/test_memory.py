@@ -3,17 +3,20 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from pagewise_shared.protocol import POOL_TIERS
 
-from benchmarks.processes import Served, free_port, serving
+from benchmarks.processes import SCHEDULER, Served, free_port, serving
 
 PROMPTS = [
     f"# part {number}\n" + "import os\nclass Point:\n    def __init__(self, x, y):\n" * 14 for number in range(6)
@@ -238,3 +241,30 @@ def test_a_session_ends(server: Served) -> None:
     assert server.metric("advice_accepted_total") == before + 1
     unknown = command(server, "cache", "end", "s-2")
     assert (unknown.returncode, unknown.stdout) == (1, "s-2: refused: nothing of it is cached\n")
+
+
+def test_sessions_and_pins_are_lost_with_the_scheduler(server: Served) -> None:
+    """The last test of this server: requests go on, and advice on a lost session is refused, not an error."""
+    asked: Any = {"model": "pagewise-demo", "prompt": PROMPTS[1][:600], "temperature": 0}
+    session = {"session_id": "lost", "ignore_eos": True}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=20) as client:
+        before = client.completions.create(**asked, max_tokens=160, extra_body=session).choices[0].text
+        assert command(server, "cache", "pin", "lost", "--ttl", "1h").returncode == 0
+        stream = client.completions.create(**asked, max_tokens=160, stream=True, extra_body=session)
+        texts = [next(stream).choices[0].text]
+        killed = server.pids(SCHEDULER)
+        os.kill(killed[0], signal.SIGKILL)
+        texts += [chunk.choices[0].text for chunk in stream if chunk.choices]
+        assert "".join(texts) == before
+        while server.pids(SCHEDULER) in ([], killed):
+            time.sleep(0.05)
+        client.completions.create(**asked, max_tokens=1)  # it answers
+        # Whether the stream has ended at the new scheduler, and so is a turn of the session, depends on its speed.
+        for verb in ("unpin", "cold"):
+            told = command(server, "cache", verb, "lost")
+            assert told.stdout.startswith(("lost: accepted", "lost: clipped", "lost: refused: ")), told.stderr
+        unknown = command(server, "cache", "pin", "never")
+        assert (unknown.returncode, unknown.stdout) == (1, "never: refused: nothing of it is cached\n")
+        client.completions.create(**asked, max_tokens=1, extra_body=session)
+    pinned = command(server, "cache", "pin", "lost")
+    assert (pinned.returncode, pinned.stdout[:14]) == (0, "lost: clipped,"), pinned.stderr + pinned.stdout

@@ -48,7 +48,11 @@ async def main() -> None:
         name="weather",
         instructions="You tell the weather.",
         model=model(os.environ["MODEL"], AsyncOpenAI(max_retries=0)),
-        model_settings=ModelSettings(parallel_tool_calls=True, reasoning=Reasoning(effort="low", summary="auto")),
+        model_settings=ModelSettings(
+            parallel_tool_calls=True,
+            reasoning=Reasoning(effort="low", summary="auto"),
+            extra_args={"prompt_cache_key": os.environ["SESSION"]},
+        ),
         tools=[get_weather, get_time],
         output_type=Report if kind == "typed" else None,
     )
@@ -59,7 +63,8 @@ async def main() -> None:
     else:
         result = await Runner.run(agent, sys.stdin.read())
     final = result.final_output
-    print(json.dumps({"called": called, "final": final.model_dump() if kind == "typed" else final}))
+    cached = [one.usage.input_tokens_details.cached_tokens for one in result.raw_responses]
+    print(json.dumps({"called": called, "final": final.model_dump() if kind == "typed" else final, "cached": cached}))
 
 
 asyncio.run(main())

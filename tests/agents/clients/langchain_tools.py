@@ -28,11 +28,12 @@ class Report(BaseModel):
     degrees: int
 
 
+usual = {"model": os.environ["MODEL"], "stream_usage": True, "max_retries": 0}
 if api == "messages":
-    model = ChatAnthropic(model=os.environ["MODEL"], max_tokens=1000, stream_usage=True, max_retries=0)
+    model = ChatAnthropic(max_tokens=1000, default_headers={"X-Session-Id": os.environ["SESSION"]}, **usual)
 else:
-    responses = api == "responses"
-    model = ChatOpenAI(model=os.environ["MODEL"], use_responses_api=responses, stream_usage=True, max_retries=0)
+    named = {"prompt_cache_key": os.environ["SESSION"]}
+    model = ChatOpenAI(use_responses_api=api == "responses", model_kwargs=named, **usual)
 messages = [HumanMessage(sys.stdin.read())]
 if method != "tools":
     report = model.with_structured_output(Report, method=method).invoke(messages)
@@ -40,10 +41,14 @@ if method != "tools":
     sys.exit()
 bound = model.bind_tools([get_weather])
 answer = bound.invoke(messages)
+answers = [answer]
 while answer.tool_calls:
     messages.append(answer)
     messages += [ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"]) for call in answer.tool_calls]
     chunks = list(bound.stream(messages))
     answer = sum(chunks[1:], start=chunks[0])
-tokens = answer.usage_metadata["output_tokens"] if answer.usage_metadata else 0
-print(json.dumps({"called": called, "final": answer.text, "chunks": len(chunks), "tokens": tokens}))
+    answers.append(answer)
+usages = [one.usage_metadata for one in answers]
+cached = [usage["input_token_details"].get("cache_read", 0) for usage in usages]
+told = {"called": called, "final": answer.text, "chunks": len(chunks), "tokens": usages[-1]["output_tokens"]}
+print(json.dumps(told | {"cached": cached}))

@@ -30,11 +30,12 @@ def get_time() -> str:
     return "noon"
 
 
+usual = {"model": os.environ["MODEL"], "stream_usage": True, "max_retries": 0}
 if api == "messages":
-    model = ChatAnthropic(model=os.environ["MODEL"], max_tokens=1000, stream_usage=True, max_retries=0)
+    model = ChatAnthropic(max_tokens=1000, default_headers={"X-Session-Id": os.environ["SESSION"]}, **usual)
 else:
-    responses = api == "responses"
-    model = ChatOpenAI(model=os.environ["MODEL"], use_responses_api=responses, stream_usage=True, max_retries=0)
+    named = {"prompt_cache_key": os.environ["SESSION"]}
+    model = ChatOpenAI(use_responses_api=api == "responses", model_kwargs=named, **usual)
 agent = create_react_agent(model, [get_weather, get_time], prompt="You tell the weather.")
 asked = {"messages": [HumanMessage(sys.stdin.read())]}
 if way == "streamed":
@@ -43,4 +44,6 @@ if way == "streamed":
             result = state
 else:
     result = agent.invoke(asked)
-print(json.dumps({"called": called, "final": result["messages"][-1].text}))
+usages = [one.usage_metadata for one in result["messages"] if one.type == "ai"]
+cached = [usage["input_token_details"].get("cache_read", 0) for usage in usages]
+print(json.dumps({"called": called, "final": result["messages"][-1].text, "cached": cached}))

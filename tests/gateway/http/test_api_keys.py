@@ -270,7 +270,7 @@ async def test_operators_reset_the_cache(key_file: Path) -> None:
             async with server.http.post(server.url + path + query, json=body, headers=ops) as response:
                 assert (response.status, await response.json()) == (200, {"executors": []})
         assert server.scheduler.resets == ["", "group:g/x", "key:bob", "all", "key:alice"]
-        for wrong in ({"salt": "a", "key": "b"}, {"salt": ""}, {"reset_running_requests": True}, {"sault": "a"}):
+        for wrong in ({"salt": "a", "key": "b"}, {"salt": ""}, {"reset_external": True}, {"sault": "a"}):
             assert (await server.post(path, wrong, **ops))[0] == 400
         assert (await server.http.post(server.url + path + "?sault=a", headers=ops)).status == 400
         assert (await server.post(path + "?key=bob", {}, **ops))[0] == 400, "else the caches of all keys were reset"

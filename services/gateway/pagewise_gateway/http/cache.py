@@ -15,6 +15,10 @@ from pagewise_gateway.http.parsing import read_request
 Query = TypeVar("Query", bound=Struct)
 
 _LONGEST_SALT = 1024
+_REFUSED = {
+    "reset_running_requests": "blocks in use stay; repeat the call when their requests have ended",
+    "reset_external": "other schedulers may share disks and stores; pagewise wipe deletes blocks there by their salt",
+}
 _Salt = Annotated[
     str,
     Meta(
@@ -73,9 +77,9 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
         if request.query:  # one of them would be ignored, and more released than is meant
             raise InvalidRequestError("give parameters or a body, not both")
         asked, _ = await read_request(request, ResetCacheRequest)
-    for name in ("reset_running_requests", "reset_external"):
+    for name, why in _REFUSED.items():
         if getattr(asked, name):
-            raise InvalidRequestError(f"{name} is not supported: blocks in use, and disks and stores, stay", name)
+            raise InvalidRequestError(f"{name} is not supported: {why}", name)
     queries = request.app[Service.KEY].scheduler_client.queries
     return _json(await queries.reset_cache(_salt(asked.salt, asked.key)))
 

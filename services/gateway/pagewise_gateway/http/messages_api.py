@@ -14,7 +14,7 @@ from pagewise_gateway.http.chat import run_chat
 from pagewise_gateway.http.context import CLIENT, CLIENT_REQUEST_ID, REQUEST_ID, Service, is_messages
 from pagewise_gateway.http.errors import APIError, InvalidRequestError, UnknownParameterError
 from pagewise_gateway.http.event_answers import Event, EventAnswer, as_bytes, ended_early
-from pagewise_gateway.http.hints import MOST_BREAKPOINTS, named_in, session_of_user
+from pagewise_gateway.http.hints import MOST_BREAKPOINTS, session_of, session_of_user
 from pagewise_gateway.http.hints_schema import PromptCacheBreakpoint
 from pagewise_gateway.http.params import check_model
 from pagewise_gateway.http.parsing import read_request
@@ -42,7 +42,8 @@ async def create_message(request: web.Request) -> web.StreamResponse:
     """
     body, intake = await read_request(request, schema.MessagesRequest)
     chat = chat_request(body)
-    chat.session_id = body.session_id or named_in(request) or session_of_user(body.metadata)
+    chat.session_id = body.session_id
+    chat.session_id = session_of(request, chat) or session_of_user(body.metadata)
     del body  # this frame lives until the response has ended
     request.app[Service.KEY].formats.budgets.drop_impossible(chat)
     return await run_chat(request, chat, intake, lambda run: MessageAnswer(run, f"msg_{request[REQUEST_ID]}"))
