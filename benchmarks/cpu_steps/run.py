@@ -1,7 +1,7 @@
 """The time of a model's step on the CPU: decodes, a prefill, and decodes that share a prefix, on several kernels.
 
     python -m benchmarks.cpu_steps.run
-    python -m benchmarks.cpu_steps.run --kernels torch cpu cpu+int8 cpu+bfloat16 --json FILE
+    python -m benchmarks.cpu_steps.run --kernels torch cpu cpu+int8 cpu+int4 cpu+bfloat16 --json FILE
     python -m benchmarks.cpu_steps.run --kernels torch torch+mmu cpu
 
 Each kind of kernels has a process of its own, which runs a Llama of 49M parameters on a model runner without a
@@ -55,7 +55,7 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
         device="cpu",
         dtype="bfloat16" if option == "bfloat16" else "float32",
         kernels=kernels,  # type: ignore[arg-type]
-        quantization="int8" if option == "int8" else "none",
+        quantization=option if option in ("int8", "int4") else "none",  # type: ignore[arg-type]
         kv_mapping="mmu" if option == "mmu" else "table",
         kv_layout="blocks" if option == "mmu" else "layers",  # else there would be too many maps
         num_blocks=1600,

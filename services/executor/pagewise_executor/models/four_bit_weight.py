@@ -10,8 +10,8 @@ SYMMETRIC_ZERO = 8
 GROUP = 64
 """The inputs of an output that share a scale and a zero in weights that are quantised while loading."""
 _SHRINKS = (1.0, 0.95, 0.9)
-_AT_ONCE = 1 << 20
-"""About how many weights are rounded at once, so that this takes little memory beside them."""
+_AT_ONCE = 1 << 18
+"""About how many weights are rounded at once, so that this stays in caches."""
 
 
 @dataclass(slots=True, frozen=True)
