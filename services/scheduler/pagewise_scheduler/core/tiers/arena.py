@@ -294,7 +294,9 @@ class SharedHostTier(_Shared, HostTier):
             pool = self.snapshots[location.group - 1] if location.group else self
             pool.release((location.block,))
 
-    def came(self, locations: Sequence[Location], bad: Sequence[Location], request: Request) -> Iterable[CachedBlock]:
+    def came(
+        self, locations: Sequence[Location], bad: Sequence[Location], request: Request | None
+    ) -> Iterable[CachedBlock]:
         """Count loaded blocks, and return the nodes of the corrupt ones. A snapshot with a corrupt block is dropped."""
         if not (group := locations[0].group):
             return super().came(locations, bad, request)
