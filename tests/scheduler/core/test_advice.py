@@ -11,7 +11,7 @@ from pagewise_scheduler.core.memory.predicted_uses import DOUBTED, HINTED, SHARE
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
-from pagewise_shared.protocol import Advise, ReuseHints
+from pagewise_shared.protocol import HOST, Advise, ReuseHints
 
 from tests.core_requests import change
 from tests.scheduler.core.arenas import check_arena, create
@@ -130,6 +130,30 @@ def test_kv_comes_from_host_memory_ahead_of_its_use() -> None:
     assert clients.advice.counts()["advice_loaded_blocks"] == 4
     check_states(clients.scheduler.kv.pool)
     assert_all_free(clients.scheduler)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_loads_ahead_that_fail_leave_nothing(lost: bool) -> None:
+    """Either a copy comes back corrupt, or the executor is reset before it comes."""
+    clients = Clients(num_host_blocks=16)
+    scheduler, executor = clients.scheduler, clients.executor
+    clients.turn(prompt(1), "a")
+    clients.advise("cold", "a")
+    run(scheduler, executor)
+    path = clients.path(prompt(1))
+    clients.advise("willneed", "a", seconds=5.0)
+    if lost:
+        assert scheduler.schedule(clients.now) is not None
+        assert not scheduler.fail(2)
+        executor.reset(2)
+    else:
+        executor.spoil = {path[2].copies[HOST]}
+        run(scheduler, executor)
+        assert [node.block >= 0 for node in clients.path(prompt(1))] == [True, True]
+        check_states(scheduler.kv.pool)
+    assert_all_free(scheduler)
+    clients.turn(prompt(1), "a")
+    assert_all_free(scheduler)
 
 
 def test_kv_that_is_used_later_displaces_nothing() -> None:
