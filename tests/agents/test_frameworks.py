@@ -66,16 +66,18 @@ def answer(server: Scripted, environment: str, script: str, *arguments: str, mes
     Each turn finds the one before it in the cache, and advice on the session is followed.
     """
     session = uuid.uuid4().hex
+    message = f"{session}: {message}"  # other sessions have blocks of the instructions and tools alone
     output = run(server, environment, str(CLIENTS / script), *arguments, message=message, SESSION=session)
     told = json.loads(output.splitlines()[-1])
     if "cached" in told:
         cached = told.pop("cached")
         assert cached == sorted(set(cached)), "each turn finds more than the one before"
         assert advise(server, "end", session)["outcome"] == "accepted"
+        # Blocks with the thoughts of earlier turns, which the next turn leaves out, hold the beginning that they share.
         released = advise(server, "dontneed", session)
-        assert released["outcome"] == "accepted", released
+        assert released["outcome"] in ("accepted", "clipped"), released
         assert released["tokens"] > 0
-        assert advise(server, "dontneed", session)["outcome"] == "refused", "nothing of its own is left"
+        assert advise(server, "dontneed", session)["outcome"] == "refused", "the rest is released already"
     return told
 
 

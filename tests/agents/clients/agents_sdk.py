@@ -50,6 +50,7 @@ async def main() -> None:
         model=model(os.environ["MODEL"], AsyncOpenAI(max_retries=0)),
         model_settings=ModelSettings(
             parallel_tool_calls=True,
+            include_usage=True,
             reasoning=Reasoning(effort="low", summary="auto"),
             extra_args={"prompt_cache_key": os.environ["SESSION"]},
         ),
