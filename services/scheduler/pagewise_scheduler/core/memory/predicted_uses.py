@@ -1,9 +1,9 @@
 """Predictions of the next use of blocks that belong to one session alone.
 
-A prediction is a time until the next use, in blocks that come into the caches, and its *source*. The times of one
-source are right, early or late in a characteristic way, which a life table learns over the *normalised age*: the age
-divided by the predicted time. Its densities compare with those of the usual classes (see ``use_history``), so predicted
-and other blocks wait in one eviction queue.
+A prediction is a number of seconds until the next use, and its *source*. The times of one source are right, early or
+late in a characteristic way, which a life table learns over the *normalised age*: the age divided by the predicted
+time. Its densities, divided by the blocks that come into the caches each second, compare with those of the usual
+classes (see ``use_history``), so predicted and other blocks wait in one eviction queue.
 
 Where nobody has said a time, the source is what the session waits for: a tool, or a person. Its predicted time is
 always ``SECONDS``, so its table is the distribution of such waits. What is not known of one of them is taken from all.
@@ -15,6 +15,7 @@ from math import exp, log2
 
 from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, PREEMPTED
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
+from pagewise_scheduler.core.memory.tick_times import TickTimes
 from pagewise_scheduler.core.memory.use_history import gittins_densities
 
 HINTED, DOUBTED, LEARNED = range(1, 4)
@@ -29,11 +30,13 @@ ENDED = 1 << 16
 SHARED = -1
 """The session of blocks that several sessions, or requests without a session, have used."""
 
+_RATE_SECONDS, _LEAST_RATE = 600.0, 0.01
+"""The time over which the blocks that come in are averaged, and the fewest each second that count."""
 _BUCKETS = 64
 _SPANS = 44
 _BOUNDS = [2 ** (number / 2) / 32 for number in range(_SPANS)]
 _WIDTHS = [end - begin for begin, end in zip([0.0, *_BOUNDS], _BOUNDS, strict=False)]
-_PRIOR_WEIGHT, _BETWEEN_LESSONS, _MOST_OBSERVED = 4.0, 8, 1024
+_PRIOR_WEIGHT, _BETWEEN_LESSONS, _MOST_OBSERVED = 4.0, 8, 4096
 _PRIOR_RATES = [0.02 + 0.35 * exp(-(log2(bound / 1.2) ** 2) / 4) for bound in _BOUNDS]
 """Until more is known of a source, most uses come within a factor of four of the predicted time."""
 MOST_AGE = _BOUNDS[-8]
@@ -45,7 +48,7 @@ def _span(age: float) -> int:
 
 
 def _scale(prediction: int) -> float:
-    """The predicted time, in blocks that come into the caches: the middle of its bucket."""
+    """The predicted time, in seconds: the middle of its bucket."""
     return 1.19 * 2 ** ((prediction - ENDED) % _BUCKETS / 2)
 
 
@@ -67,6 +70,8 @@ class _LifeTable:
         last = _span(age)
         for span in range(counted, last):
             self._reached[span] += 1
+        if last > counted:
+            self._observed()
         return max(counted, last)
 
     def returned(self, age: float, counted: int) -> None:
@@ -75,6 +80,9 @@ class _LifeTable:
         self.reach(age, counted)
         self._reached[last] += 1
         self._returned[last] += 1
+        self._observed()
+
+    def _observed(self) -> None:
         self._num_observed += 1
         if self._num_observed % _BETWEEN_LESSONS == 0:
             self._learn()
@@ -100,16 +108,34 @@ class _LifeTable:
 
 
 class PredictedUses:
-    """The predictions for the blocks of an executor: see ``CachedBlock.prediction`` and ``CachedBlock.session``."""
+    """The predictions for the blocks of an executor: see ``CachedBlock.prediction`` and ``CachedBlock.session``.
+
+    ``now``: seconds.
+    """
 
     def __init__(self) -> None:
+        self.now = 0.0
         self._tables = {source: _LifeTable() for source in (HINTED, DOUBTED, LEARNED)}
         self._waits: OrderedDict[str, int] = OrderedDict()
         self._next: tuple[CachedBlock, int, int, int] | None = None
+        self._times = TickTimes()
+        self._noted: tuple[int, float] | None = None
+        self._blocks = self._seconds = 1.0
 
-    def time(self, source: int, num_blocks: float) -> int:
-        """The prediction of a use after ``num_blocks`` blocks have come into the caches."""
-        bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, num_blocks))))
+    def note(self, tick: int, now: float) -> None:
+        """So many blocks have come into the caches by now."""
+        self.now = now
+        self._times.note(tick, now)
+        if self._noted is None or now - self._noted[1] >= _RATE_SECONDS / 64:
+            before = self._noted or (tick, now)
+            weight = 0.5 ** ((now - before[1]) / _RATE_SECONDS)
+            self._blocks = self._blocks * weight + tick - before[0]
+            self._seconds = self._seconds * weight + now - before[1]
+            self._noted = tick, now
+
+    def time(self, source: int, seconds: float) -> int:
+        """The prediction of a use after so many seconds."""
+        bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, seconds))))
         return ENDED + source * _BUCKETS + bucket
 
     def waits_for(self, what: str) -> int:
@@ -150,23 +176,29 @@ class PredictedUses:
             elif not parent or block.session != parent:
                 block.session, block.prediction = SHARED, 0
 
-    def value(self, prediction: int, age: int) -> float:
-        """Uses per block that comes in, as ``UseHistory.density``. ``age``: since the last release."""
+    def value(self, prediction: int, last_used: int) -> float:
+        """Uses per block that comes in, as ``UseHistory.density``. ``last_used``: the tick of the last release."""
         if prediction == ENDED:
             return 0.0
         scale = _scale(prediction)
-        return self._table(prediction).densities[_span(age / scale)] / scale
+        density = self._table(prediction).densities[_span(self._age(last_used) / scale)]
+        return density / scale / max(_LEAST_RATE, self._blocks / self._seconds)
 
-    def probability(self, prediction: int, age: int) -> float:
+    def probability(self, prediction: int, last_used: int) -> float:
         """The probability that a block is used again."""
-        return 0.0 if prediction == ENDED else self._table(prediction).probability(age / _scale(prediction))
+        if prediction == ENDED:
+            return 0.0
+        return self._table(prediction).probability(self._age(last_used) / _scale(prediction))
 
-    def reach(self, prediction: int, age: int, counted: int = 0) -> int:
-        """Learn that a session has not come back this age after its prediction; see ``_LifeTable.reach``."""
+    def _age(self, last_used: int) -> float:
+        return max(0.0, self.now - self._times.time_of(last_used, self.now))
+
+    def reach(self, prediction: int, age: float, counted: int = 0) -> int:
+        """Learn that a session has not come back so many seconds after its prediction; see ``_LifeTable.reach``."""
         return max(table.reach(age / _scale(prediction), counted) for table in self._taught(prediction))
 
-    def returned(self, prediction: int, age: int, counted: int = 0) -> None:
-        """Learn that a session came back this age after its prediction."""
+    def returned(self, prediction: int, age: float, counted: int = 0) -> None:
+        """Learn that a session came back so many seconds after its prediction."""
         for table in self._taught(prediction):
             table.returned(age / _scale(prediction), counted)
 
@@ -174,7 +206,7 @@ class PredictedUses:
         table = self._table(prediction)
         return {table, self._tables[LEARNED]} if prediction >= ENDED + LEARNED * _BUCKETS else {table}
 
-    def is_overdue(self, prediction: int, age: int) -> bool:
+    def is_overdue(self, prediction: int, age: float) -> bool:
         """Whether a session is not waited for any more."""
         return age / _scale(prediction) > MOST_AGE
 
