@@ -19,7 +19,9 @@ from pagewise_scheduler.core.memory.predicted_uses import (
     DOUBTED,
     ENDED,
     HINTED,
+    PEOPLE,
     SECONDS,
+    TOOLS,
     PredictedUses,
     own_blocks,
 )
@@ -33,8 +35,7 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _MOST_SESSIONS, _MOST_RETURNS = 1 << 14, 2
-_TOOL, _PERSON = "tool ", "person "
-"""The beginnings of the names of what sessions wait for: a tool's name follows, or how often a person came back."""
+"""Returns of a person to a session that are told apart: who has come back before comes back more often."""
 _LATE, _LEAST_SECONDS, _FORK_SECONDS = 4.0, 0.5, 60.0
 """A hint is kept if the session returns within so many times its seconds. A fork's next use is expected in so many."""
 _WATCH_SECONDS = 10.0
@@ -177,10 +178,12 @@ class Advice(Feature):
 
     def _waits(self, session: Session, tools: Sequence[str] = ("",)) -> int:
         """The prediction for a session that waits for tools, the slowest of which decides, or for a person."""
-        names = [_TOOL + name for name in tools]
-        if not session.called:
-            names = [_PERSON + ("of a parent" if session.parent else str(min(session.returns, _MOST_RETURNS)))]
-        return self._predicted.time(self._predicted.slowest(map(self._predicted.waits_for, names)), SECONDS)
+        if session.called:
+            source = self._predicted.slowest([self._predicted.waits_for("tool " + name, TOOLS) for name in tools])
+        else:
+            kind = "sub-agent" if session.parent else f"person {min(session.returns, _MOST_RETURNS)}"
+            source = self._predicted.waits_for(kind, PEOPLE)
+        return self._predicted.time(source, SECONDS)
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
         """Predict blocks from now on. The new tick makes their earlier entries in eviction queues stale."""

@@ -186,7 +186,8 @@ class CostAware:
     def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         """The seconds that keeping the block saves, per unit of time (one block that comes into the caches)."""
         if block.prediction and use is None and self.predicted is not None:
-            return self.predicted.value(block.prediction, block.last_used) * self._seconds(block.depth, block.nearest_tier)
+            density = self.predicted.value(block.prediction, block.last_used)
+            return density * self._seconds(block.depth, block.nearest_tier)
         use = use or block
         return self._history.density(use.kind, use.last_used) * self._seconds(block.depth, block.nearest_tier)
 

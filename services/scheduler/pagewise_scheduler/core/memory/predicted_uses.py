@@ -6,7 +6,8 @@ time. Its densities, divided by the blocks that come into the caches each second
 classes (see ``use_history``), so predicted and other blocks wait in one eviction queue.
 
 Where nobody has said a time, the source is what the session waits for: a tool, or a person. Its predicted time is
-always ``SECONDS``, so its table is the distribution of such waits. What is not known of one of them is taken from all.
+always ``SECONDS``, so its table is the distribution of such waits. What is not known of one tool is taken from all
+tools, and in the same way of people.
 """
 
 from collections import OrderedDict
@@ -18,9 +19,9 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.memory.tick_times import TickTimes
 from pagewise_scheduler.core.memory.use_history import gittins_densities
 
-HINTED, DOUBTED, LEARNED = range(1, 4)
-"""Sources: hints of clients, hints of API keys most of whose hints were wrong, and waits of all kinds. The sources
-behind them are waits of one kind each."""
+HINTED, DOUBTED, TOOLS, PEOPLE = range(1, 5)
+"""Sources: hints of clients, hints of API keys most of whose hints were wrong, waits for tools and for people. The
+sources behind them are waits of one kind each."""
 SECONDS = 32.0
 """The predicted time of waits: their table tells one second from two, and a day from two."""
 _MOST_WAITS = 256
@@ -68,6 +69,8 @@ class _LifeTable:
         ``counted``: the spans in which it was counted before. Returns in how many it has been now.
         """
         last = _span(age)
+        if self._common is not None:
+            self._common.reach(age, counted)
         for span in range(counted, last):
             self._reached[span] += 1
         if last > counted:
@@ -77,8 +80,10 @@ class _LifeTable:
     def returned(self, age: float, counted: int) -> None:
         """Count a session that returned at this normalised age, and was counted in the spans before as in ``reach``."""
         last = _span(age)
-        self.reach(age, counted)
-        self._reached[last] += 1
+        if self._common is not None:
+            self._common.returned(age, counted)
+        for span in range(counted, last + 1):
+            self._reached[span] += 1
         self._returned[last] += 1
         self._observed()
 
@@ -115,7 +120,7 @@ class PredictedUses:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._tables = {source: _LifeTable() for source in (HINTED, DOUBTED, LEARNED)}
+        self._tables = {source: _LifeTable() for source in (HINTED, DOUBTED, TOOLS, PEOPLE)}
         self._waits: OrderedDict[str, int] = OrderedDict()
         self._next: tuple[CachedBlock, int, int, int] | None = None
         self._times = TickTimes()
@@ -138,15 +143,15 @@ class PredictedUses:
         bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, seconds))))
         return ENDED + source * _BUCKETS + bucket
 
-    def waits_for(self, what: str) -> int:
-        """Return the source of waits of a kind."""
+    def waits_for(self, what: str, of: int) -> int:
+        """Return the source of waits of a kind. ``of``: ``TOOLS`` or ``PEOPLE``."""
         source = self._waits.get(what)
         if source is None:
-            source = LEARNED + 1 + len(self._waits)
+            source = PEOPLE + 1 + len(self._waits)
             if len(self._waits) >= _MOST_WAITS:
                 source = self._waits.popitem(last=False)[1]
             self._waits[what] = source
-            self._tables[source] = _LifeTable(self._tables[LEARNED])
+            self._tables[source] = _LifeTable(self._tables[of])
         self._waits.move_to_end(what)
         return source
 
@@ -195,16 +200,11 @@ class PredictedUses:
 
     def reach(self, prediction: int, age: float, counted: int = 0) -> int:
         """Learn that a session has not come back so many seconds after its prediction; see ``_LifeTable.reach``."""
-        return max(table.reach(age / _scale(prediction), counted) for table in self._taught(prediction))
+        return self._table(prediction).reach(age / _scale(prediction), counted)
 
     def returned(self, prediction: int, age: float, counted: int = 0) -> None:
         """Learn that a session came back so many seconds after its prediction."""
-        for table in self._taught(prediction):
-            table.returned(age / _scale(prediction), counted)
-
-    def _taught(self, prediction: int) -> set[_LifeTable]:
-        table = self._table(prediction)
-        return {table, self._tables[LEARNED]} if prediction >= ENDED + LEARNED * _BUCKETS else {table}
+        self._table(prediction).returned(age / _scale(prediction), counted)
 
     def is_overdue(self, prediction: int, age: float) -> bool:
         """Whether a session is not waited for any more."""
