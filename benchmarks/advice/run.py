@@ -14,6 +14,7 @@ import argparse
 import random
 from array import array
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace as changed
 from itertools import product, repeat
@@ -25,6 +26,7 @@ from msgspec.structs import replace
 from pagewise_scheduler.core.memory.eviction import Evictable, LeastRecentlyUsed
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.scheduling.step import StepOutput
 from pagewise_scheduler.replay.costs import DeviceCosts, llama_3_8b
 from pagewise_scheduler.replay.simulation import SAMPLED, Served, Simulation
 from pagewise_scheduler.replay.traces import TraceRequest, read_trace
@@ -154,8 +156,8 @@ class Speaker:
         """Tell the scheduler after each answer which tools it has called, as gateways do."""
         update, load = scheduler.update, self._load
 
-        def updated(result: StepResult) -> Any:
-            output = update(result)
+        def updated(result: StepResult, tokens: Sequence[int] | None = None) -> StepOutput:
+            output = update(result, tokens)
             for sequence in output.finished:
                 index = int(sequence.request.request_id)
                 if any(load.tools[index]):

@@ -1,8 +1,8 @@
 """Sessions and advice: what clients say about the next use of their KV.
 
 A session is a conversation, whose turns follow each other. The blocks that its turns alone have used are predicted
-(see ``predicted_uses``): by the hints of its last turn, by the durations of the tools that this turn has called, or by
-later advice. Blocks of its last turn that the next one has not taken are not used again.
+(see ``predicted_uses``): by the hints of its last turn, by later advice, or by what the session waits for, which is the
+tools that its last turn has called, or a person. Blocks of its last turn that the next one has not taken are not used again.
 
 Predictions concern blocks of full layers. Where layers are in several groups, the hints of requests alone count.
 """
@@ -61,7 +61,8 @@ class Session:
     """A session. ``last``: the last block of its last turn, which left it at ``left`` (seconds).
 
     ``prediction``: of its return; 0: none. ``due``: the hinted seconds, negative: no hint, or it was judged already.
-    ``counted``: see ``PredictedUses.reach``. ``returns``: how often a turn came after one that had called no tool.
+    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``returns``: how often a turn
+    came after one that had not. ``parent``: the number of the session with whose blocks it begins; 0: none.
     """
 
     number: int
