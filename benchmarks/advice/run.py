@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace as changed
-from itertools import chain, product
+from itertools import product, repeat
 from pathlib import Path
 from statistics import quantiles
 from typing import Any, Literal, NamedTuple
@@ -262,7 +262,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(args.jobs) as pool:
         print(f"{'tokens':>7} {'mode':<9}{'hits':>7}{'again':>8}{'p50':>8}{'p99':>8}{'hits, even':>12}{'odd':>8}")
-        for row in chain.from_iterable([pool.map(replayed, cases, [load] * len(cases))]):
+        for row in pool.map(replayed, cases, repeat(load)):
             rows.append(row)
             every = row["all"]
             print(
@@ -272,8 +272,10 @@ def main() -> None:
                 f"{100 * row['odd']['hit_rate']:>7.2f}%",
                 flush=True,
             )
-    if args.json:
-        write_record(args.json, {"trace": args.trace, "requests": len(load.requests), "rows": rows}, clock="virtual")
+            if args.json:
+                write_record(
+                    args.json, {"trace": args.trace, "requests": len(load.requests), "rows": rows}, clock="virtual"
+                )
 
 
 if __name__ == "__main__":

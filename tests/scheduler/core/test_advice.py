@@ -237,11 +237,12 @@ def test_tools_that_take_long_make_their_sessions_worth_less_until_then() -> Non
             clients.advise("called", "fast", tools=("read_file",))
             clients.turn(prompt(3 + 4 * number + part), ends=True)  # time is counted in blocks that come in
             clients.now += 2.0
-    predicted = clients.advice._predicted
-    fast, slow = (clients.path(prompt(session))[0].prediction for session in (2, 1))
-    assert fast > ENDED
-    assert slow > ENDED
-    assert predicted.value(fast, 0) > predicted.value(slow, 0)
+    policy, worth = clients.scheduler.kv.pool.policy, []
+    for first, session, tool in ((1, "slow", "run_tests"), (2, "fast", "read_file")):
+        clients.turn(prompt(first), session)
+        clients.advise("called", session, tools=(tool,))
+        worth.append(policy.value(clients.path(prompt(first))[0]))
+    assert 0 < worth[0] < worth[1]
 
 
 def test_a_sub_agent_leaves_the_blocks_of_its_parent_to_it() -> None:

@@ -1,8 +1,8 @@
 """Sessions and advice: what clients say about the next use of their KV.
 
 A session is a conversation, whose turns follow each other. The blocks that its turns alone have used are predicted
-(see ``predicted_uses``): by the hints of its last turn, by the durations of the tools that this turn has called, or by
-later advice. Blocks of its last turn that the next one has not taken are not used again.
+(see ``predicted_uses``): by the hints of its last turn, by later advice, or by what the session waits for, which is the
+tools that its last turn has called, or a person. Blocks of its last turn that the next one has not taken are not used again.
 
 Predictions concern blocks of full layers. Where layers are in several groups, the hints of requests alone count.
 """
@@ -20,7 +20,9 @@ from pagewise_scheduler.core.memory.eviction_history import ENDED
 from pagewise_scheduler.core.memory.predicted_uses import (
     DOUBTED,
     HINTED,
+    PEOPLE,
     SECONDS,
+    TOOLS,
     PredictedUses,
     own_blocks,
 )
@@ -35,11 +37,10 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
 _MOST_SESSIONS, _MOST_RETURNS = 1 << 14, 2
-_TOOL, _PERSON = "tool ", "person "
-"""The beginnings of the names of what sessions wait for: a tool's name follows, or how often a person came back."""
+"""Returns of a person to a session that are told apart: who has come back before comes back more often."""
 _LATE, _LEAST_SECONDS, _FORK_SECONDS = 4.0, 0.5, 60.0
 """A hint is kept if the session returns within so many times its seconds. A fork's next use is expected in so many."""
-_WATCH_SECONDS, _RATE_SECONDS = 10.0, 600.0
+_WATCH_SECONDS = 10.0
 _DOUBTED_FROM, _MOST_TRUST = 4, 64
 
 _Name = tuple[str, str | None, str]
@@ -59,10 +60,11 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A session. ``last``: the last block of its last turn, which left it at ``left`` (seconds) and ``tick``.
+    """A session. ``last``: the last block of its last turn, which left it at ``left`` (seconds).
 
     ``prediction``: of its return; 0: none. ``due``: the hinted seconds, negative: no hint, or it was judged already.
-    ``counted``: see ``PredictedUses.reach``. ``returns``: how often a turn came after one that had called no tool.
+    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``returns``: how often a turn
+    came after one that had not. ``parent``: the number of the session with whose blocks it begins; 0: none.
     """
 
     number: int
@@ -70,7 +72,6 @@ class Session:
     last: CachedBlock | None = None
     request_id: str = ""
     left: float = 0.0
-    tick: int = 0
     prediction: int = 0
     due: float = -1.0
     counted: int = 0
@@ -101,29 +102,6 @@ class Trust:
             self.broken += 1
 
 
-@dataclass(slots=True)
-class _Inflow:
-    """Blocks that come into the caches each second, averaged over ten minutes."""
-
-    time: float = 0.0
-    tick: int = 0
-    blocks: float = 1.0
-    seconds: float = 1.0
-    is_known: bool = False
-
-    @property
-    def rate(self) -> float:
-        return max(0.01, self.blocks / self.seconds)
-
-    def update(self, now: float, tick: int) -> None:
-        seconds = now - self.time
-        if self.is_known and seconds > 0:
-            weight = 0.5 ** (seconds / _RATE_SECONDS)
-            self.blocks = self.blocks * weight + tick - self.tick
-            self.seconds = self.seconds * weight + seconds
-        self.time, self.tick, self.is_known = now, tick, True
-
-
 class Advice(Feature):
     """All sessions and advice of one executor."""
 
@@ -139,7 +117,6 @@ class Advice(Feature):
         self._keys: dict[int, str] = {}
         self._num_sessions = 0
         self._trust: dict[str, Trust] = {}
-        self._inflow = _Inflow()
         self._pins = Pins(self._kv)
         self._ahead = LoadsAhead(scheduler, self._policy) if self._policy is not None else None
         self._watched, self._demotes = 0.0, False
@@ -162,7 +139,7 @@ class Advice(Feature):
         if session.prediction == ENDED:
             self._judge(session, kept=False)
         elif session.prediction:
-            self._predicted.returned(session.prediction, self._tick - session.tick, session.counted)
+            self._predicted.returned(session.prediction, away, session.counted)
             if session.due >= 0:
                 self._judge(session, kept=away <= _LATE * session.due)
         session.returns += session.last is not None and not session.called
@@ -174,13 +151,13 @@ class Advice(Feature):
             return
         reuse, session = request.params.reuse, self._session(request)
         before, session.last = session.last, last
-        session.left, session.tick, session.request_id = self._now, self._tick, request.request_id
+        session.left, session.request_id = self._now, request.request_id
         session.due, session.counted, session.called = -1.0, 0, sequence.ending % NUM_ENDINGS == TOOL_CALL
         if reuse.ends:
             session.prediction = ENDED
         elif reuse.returns_in >= 0:
             session.due = max(reuse.returns_in, _LEAST_SECONDS)
-            session.prediction = self._in(session.due, self._trust_of(session.key).source)
+            session.prediction = self._predicted.time(self._trust_of(session.key).source, session.due)
         else:
             session.prediction = self._waits(session)
         self._predicted.ends(last, session.number, session.prediction, session.parent)
@@ -218,17 +195,14 @@ class Advice(Feature):
         self._sessions.move_to_end(name)
         return session
 
-    def _in(self, seconds: float, source: int) -> int:
-        """The prediction of a use in so many seconds."""
-        self._inflow.update(self._now, self._tick)
-        return self._predicted.time(source, seconds * self._inflow.rate)
-
     def _waits(self, session: Session, tools: Sequence[str] = ("",)) -> int:
         """The prediction for a session that waits for tools, the slowest of which decides, or for a person."""
-        names = [_TOOL + name for name in tools]
-        if not session.called:
-            names = [_PERSON + ("of a parent" if session.parent else str(min(session.returns, _MOST_RETURNS)))]
-        return self._in(SECONDS, self._predicted.slowest([self._predicted.waits_for(name) for name in names]))
+        if session.called:
+            source = self._predicted.slowest([self._predicted.waits_for("tool " + name, TOOLS) for name in tools])
+        else:
+            kind = "sub-agent" if session.parent else f"person {min(session.returns, _MOST_RETURNS)}"
+            source = self._predicted.waits_for(kind, PEOPLE)
+        return self._predicted.time(source, SECONDS)
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
         """Predict blocks from now on. The new tick makes their earlier entries in eviction queues stale."""
@@ -251,16 +225,16 @@ class Advice(Feature):
 
     def begin_step(self, step: int) -> None:
         now = self._now
+        self._predicted.note(self._tick, now)
         if now - self._watched < _WATCH_SECONDS:
             return
         self._watched = now
-        self._inflow.update(now, self._tick)
         self._pins.expire(now)
         for session in self._sessions.values():
             if session.prediction > ENDED:
                 if session.due >= 0 and now - session.left > _LATE * session.due:
                     self._judge(session, kept=False)
-                age = self._tick - session.tick
+                age = now - session.left
                 session.counted = self._predicted.reach(session.prediction, age, session.counted)
                 if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
@@ -370,12 +344,12 @@ class Advice(Feature):
         else:
             seconds = advice.seconds if advice.seconds >= 0 else _FORK_SECONDS
             due = max(seconds, _LEAST_SECONDS)
-            prediction = self._in(due, source)
+            prediction = self._predicted.time(source, due)
         self._predict(own, prediction)
         if self._ahead is not None and advice.kind == "willneed":
             self._ahead.want(path[0], self._now + _LATE * due)
         if session is not None:
-            session.prediction, session.due, session.left, session.tick = prediction, due, self._now, self._tick
+            session.prediction, session.due, session.left = prediction, due, self._now
             session.counted = 0
         return Outcome("accepted", blocks=len(own), seconds=0.0 if prediction == ENDED else max(seconds, 0.0))
 

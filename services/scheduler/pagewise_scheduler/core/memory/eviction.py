@@ -186,8 +186,8 @@ class CostAware:
     def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         """The seconds that keeping the block saves, per unit of time (one block that comes into the caches)."""
         if block.prediction and use is None and self.predicted is not None:
-            age = self._history.now - block.last_used
-            return self.predicted.value(block.prediction, age) * self._seconds(block.depth, block.nearest_tier)
+            density = self.predicted.value(block.prediction, block.last_used)
+            return density * self._seconds(block.depth, block.nearest_tier)
         use = use or block
         return self._history.density(use.kind, use.last_used) * self._seconds(block.depth, block.nearest_tier)
 
@@ -205,7 +205,7 @@ class CostAware:
     def probability(self, block: CachedBlock) -> float:
         """How likely the block is used again."""
         if block.prediction and self.predicted is not None:
-            return self.predicted.probability(block.prediction, self._history.now - block.last_used)
+            return self.predicted.probability(block.prediction, block.last_used)
         return self._history.probability(block.kind, block.last_used)
 
     def used(self, blocks: Iterable[CachedBlock], ending: int) -> None:

@@ -1,12 +1,13 @@
 """Predictions of the next use of blocks that belong to one session alone.
 
-A prediction is a time until the next use, in blocks that come into the caches, and its *source*. The times of one
-source are right, early or late in a characteristic way, which a life table learns over the *normalised age*: the age
-divided by the predicted time. Its densities compare with those of the usual classes (see ``use_history``), so predicted
-and other blocks wait in one eviction queue.
+A prediction is a number of seconds until the next use, and its *source*. The times of one source are right, early or
+late in a characteristic way, which a life table learns over the *normalised age*: the age divided by the predicted
+time. Its densities, divided by the blocks that come into the caches each second, compare with those of the usual
+classes (see ``use_history``), so predicted and other blocks wait in one eviction queue.
 
 Where nobody has said a time, the source is what the session waits for: a tool, or a person. Its predicted time is
-always ``SECONDS``, so its table is the distribution of such waits. What is not known of one of them is taken from all.
+always ``SECONDS``, so its table is the distribution of such waits. What is not known of one tool is taken from all
+tools, and in the same way of people.
 """
 
 from collections import OrderedDict
@@ -16,11 +17,12 @@ from math import exp, log2
 from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, PREEMPTED
 from pagewise_scheduler.core.memory.eviction_history import ENDED
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
+from pagewise_scheduler.core.memory.tick_times import TickTimes
 from pagewise_scheduler.core.memory.use_history import gittins_densities
 
-HINTED, DOUBTED, LEARNED = range(1, 4)
-"""Sources: hints of clients, hints of API keys most of whose hints were wrong, and waits of all kinds. The sources
-behind them are waits of one kind each."""
+HINTED, DOUBTED, TOOLS, PEOPLE = range(1, 5)
+"""Sources: hints of clients, hints of API keys most of whose hints were wrong, waits for tools and for people. The
+sources behind them are waits of one kind each."""
 SECONDS = 32.0
 """The predicted time of waits: their table tells one second from two, and a day from two."""
 _MOST_WAITS = 256
@@ -28,11 +30,13 @@ _MOST_WAITS = 256
 SHARED = -1
 """The session of blocks that several sessions, or requests without a session, have used."""
 
+_RATE_SECONDS, _LEAST_RATE = 600.0, 0.01
+"""The time over which the blocks that come in are averaged, and the fewest each second that count."""
 _BUCKETS = 64
 _SPANS = 44
 _BOUNDS = [2 ** (number / 2) / 32 for number in range(_SPANS)]
 _WIDTHS = [end - begin for begin, end in zip([0.0, *_BOUNDS], _BOUNDS, strict=False)]
-_PRIOR_WEIGHT, _BETWEEN_LESSONS, _MOST_OBSERVED = 4.0, 8, 1024
+_PRIOR_WEIGHT, _BETWEEN_LESSONS, _MOST_OBSERVED = 4.0, 8, 4096
 _PRIOR_RATES = [0.02 + 0.35 * exp(-(log2(bound / 1.2) ** 2) / 4) for bound in _BOUNDS]
 """Until more is known of a source, most uses come within a factor of four of the predicted time."""
 MOST_AGE = _BOUNDS[-8]
@@ -44,7 +48,7 @@ def _span(age: float) -> int:
 
 
 def _scale(prediction: int) -> float:
-    """The predicted time, in blocks that come into the caches: the middle of its bucket."""
+    """The predicted time, in seconds: the middle of its bucket."""
     return 1.19 * 2 ** ((prediction - ENDED) % _BUCKETS / 2)
 
 
@@ -64,16 +68,25 @@ class _LifeTable:
         ``counted``: the spans in which it was counted before. Returns in how many it has been now.
         """
         last = _span(age)
+        if self._common is not None:
+            self._common.reach(age, counted)
         for span in range(counted, last):
             self._reached[span] += 1
+        if last > counted:
+            self._observed()
         return max(counted, last)
 
     def returned(self, age: float, counted: int) -> None:
         """Count a session that returned at this normalised age, and was counted in the spans before as in ``reach``."""
         last = _span(age)
-        self.reach(age, counted)
-        self._reached[last] += 1
+        if self._common is not None:
+            self._common.returned(age, counted)
+        for span in range(counted, last + 1):
+            self._reached[span] += 1
         self._returned[last] += 1
+        self._observed()
+
+    def _observed(self) -> None:
         self._num_observed += 1
         if self._num_observed % _BETWEEN_LESSONS == 0:
             self._learn()
@@ -99,27 +112,45 @@ class _LifeTable:
 
 
 class PredictedUses:
-    """The predictions for the blocks of an executor: see ``CachedBlock.prediction`` and ``CachedBlock.session``."""
+    """The predictions for the blocks of an executor: see ``CachedBlock.prediction`` and ``CachedBlock.session``.
+
+    ``now``: seconds.
+    """
 
     def __init__(self) -> None:
-        self._tables = {source: _LifeTable() for source in (HINTED, DOUBTED, LEARNED)}
+        self.now = 0.0
+        self._tables = {source: _LifeTable() for source in (HINTED, DOUBTED, TOOLS, PEOPLE)}
         self._waits: OrderedDict[str, int] = OrderedDict()
         self._next: tuple[CachedBlock, int, int, int] | None = None
+        self._times = TickTimes()
+        self._noted: tuple[int, float] | None = None
+        self._blocks = self._seconds = 1.0
 
-    def time(self, source: int, num_blocks: float) -> int:
-        """The prediction of a use after ``num_blocks`` blocks have come into the caches."""
-        bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, num_blocks))))
+    def note(self, tick: int, now: float) -> None:
+        """So many blocks have come into the caches by now."""
+        self.now = now
+        self._times.note(tick, now)
+        if self._noted is None or now - self._noted[1] >= _RATE_SECONDS / 64:
+            before = self._noted or (tick, now)
+            weight = 0.5 ** ((now - before[1]) / _RATE_SECONDS)
+            self._blocks = self._blocks * weight + tick - before[0]
+            self._seconds = self._seconds * weight + now - before[1]
+            self._noted = tick, now
+
+    def time(self, source: int, seconds: float) -> int:
+        """The prediction of a use after so many seconds."""
+        bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, seconds))))
         return ENDED + source * _BUCKETS + bucket
 
-    def waits_for(self, what: str) -> int:
-        """Return the source of waits of a kind."""
+    def waits_for(self, what: str, of: int) -> int:
+        """Return the source of waits of a kind. ``of``: ``TOOLS`` or ``PEOPLE``."""
         source = self._waits.get(what)
         if source is None:
-            source = LEARNED + 1 + len(self._waits)
+            source = PEOPLE + 1 + len(self._waits)
             if len(self._waits) >= _MOST_WAITS:
                 source = self._waits.popitem(last=False)[1]
             self._waits[what] = source
-            self._tables[source] = _LifeTable(self._tables[LEARNED])
+            self._tables[source] = _LifeTable(self._tables[of])
         self._waits.move_to_end(what)
         return source
 
@@ -149,31 +180,32 @@ class PredictedUses:
             elif not parent or block.session != parent:
                 block.session, block.prediction = SHARED, 0
 
-    def value(self, prediction: int, age: int) -> float:
-        """Uses per block that comes in, as ``UseHistory.density``. ``age``: since the last release."""
+    def value(self, prediction: int, last_used: int) -> float:
+        """Uses per block that comes in, as ``UseHistory.density``. ``last_used``: the tick of the last release."""
         if prediction == ENDED:
             return 0.0
         scale = _scale(prediction)
-        return self._table(prediction).densities[_span(age / scale)] / scale
+        density = self._table(prediction).densities[_span(self._age(last_used) / scale)]
+        return density / scale / max(_LEAST_RATE, self._blocks / self._seconds)
 
-    def probability(self, prediction: int, age: int) -> float:
+    def probability(self, prediction: int, last_used: int) -> float:
         """The probability that a block is used again."""
-        return 0.0 if prediction == ENDED else self._table(prediction).probability(age / _scale(prediction))
+        if prediction == ENDED:
+            return 0.0
+        return self._table(prediction).probability(self._age(last_used) / _scale(prediction))
 
-    def reach(self, prediction: int, age: int, counted: int = 0) -> int:
-        """Learn that a session has not come back this age after its prediction; see ``_LifeTable.reach``."""
-        return max(table.reach(age / _scale(prediction), counted) for table in self._taught(prediction))
+    def _age(self, last_used: int) -> float:
+        return max(0.0, self.now - self._times.time_of(last_used, self.now))
 
-    def returned(self, prediction: int, age: int, counted: int = 0) -> None:
-        """Learn that a session came back this age after its prediction."""
-        for table in self._taught(prediction):
-            table.returned(age / _scale(prediction), counted)
+    def reach(self, prediction: int, age: float, counted: int = 0) -> int:
+        """Learn that a session has not come back so many seconds after its prediction; see ``_LifeTable.reach``."""
+        return self._table(prediction).reach(age / _scale(prediction), counted)
 
-    def _taught(self, prediction: int) -> set[_LifeTable]:
-        table = self._table(prediction)
-        return {table, self._tables[LEARNED]} if prediction >= ENDED + LEARNED * _BUCKETS else {table}
+    def returned(self, prediction: int, age: float, counted: int = 0) -> None:
+        """Learn that a session came back so many seconds after its prediction."""
+        self._table(prediction).returned(age / _scale(prediction), counted)
 
-    def is_overdue(self, prediction: int, age: int) -> bool:
+    def is_overdue(self, prediction: int, age: float) -> bool:
         """Whether a session is not waited for any more."""
         return age / _scale(prediction) > MOST_AGE
 
