@@ -132,6 +132,33 @@ def test_kv_comes_from_host_memory_ahead_of_its_use() -> None:
     assert_all_free(clients.scheduler)
 
 
+def test_a_turn_that_comes_while_its_blocks_are_loaded_gets_them() -> None:
+    clients = Clients(num_host_blocks=16)
+    scheduler, executor = clients.scheduler, clients.executor
+    clients.turn(prompt(1), "a")
+    clients.advise("cold", "a")
+    run(scheduler, executor)
+    clients.advise("willneed", "a", seconds=5.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    request = create_request([*prompt(1), 7, 7], 1)
+    scheduler.add(request)
+    scheduler.update(executor.execute(plan))
+    run(scheduler, executor)
+    assert request.num_cached_tokens == 16
+    check_states(scheduler.kv.pool)
+    assert_all_free(scheduler)
+
+
+def test_turns_that_the_session_has_left_are_released_with_it() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "a")
+    clients.turn(prompt(1)[:8] + prompt(9), "a")
+    assert clients.advise("dontneed", "a").outcome == "accepted"
+    assert not clients.path(prompt(1))
+    assert clients.scheduler.kv.num_free == clients.scheduler.kv.num_total
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_loads_ahead_that_fail_leave_nothing(lost: bool) -> None:
     """Either a copy comes back corrupt, or the executor is reset before it comes."""

@@ -320,7 +320,7 @@ class Advice(Feature):
         if self._ahead is not None and advice.kind != "willneed":
             self._ahead.forget(path)
         if advice.kind in ("cold", "dontneed"):
-            return self._release(own, forget=advice.kind == "dontneed")
+            return self._release(self._behind(own[-1]), forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
         if self._kv.windows and advice.kind != "end":
@@ -353,6 +353,14 @@ class Advice(Feature):
             session.prediction, session.due, session.left = prediction, due, self._now
             session.counted = 0
         return Outcome("accepted", blocks=len(own), seconds=0.0 if prediction == ENDED else max(seconds, 0.0))
+
+    def _behind(self, first: CachedBlock) -> list[CachedBlock]:
+        """A session's first own block and all blocks behind it, the last ones first. No other session has used these
+        blocks: the session's turns had them, and some turns have left them."""
+        nodes = [first]
+        for node in nodes:  # grows while it is walked: parents come before their children
+            nodes += node.children.values()
+        return [node for node in reversed(nodes) if node.num_tiers]
 
     def _release(self, own: list[CachedBlock], *, forget: bool) -> Outcome:
         """Demote blocks, or forget them in all tiers with ids, as far as nothing uses them."""
