@@ -225,10 +225,12 @@ def replayed(case: Case, load: Turns) -> dict[str, Any]:
 
 
 def summary(served: list[Served], load: Turns) -> dict[str, Any]:
-    """Return the numbers of a replay; ``even`` and ``odd`` are those of the API keys with such numbers."""
+    """Return the numbers of a replay, of all API keys, those with even and with odd numbers, and each alone."""
     numbers: dict[str, Any] = {}
-    for name, rests in (("all", (0, 1)), ("even", (0,)), ("odd", (1,))):
-        chosen = [one for one in served if session_key(load, load.sessions[one.trace.unique]) % 2 in rests]
+    keys = range(NUM_KEYS)
+    groups = {"all": keys, "even": keys[::2], "odd": keys[1::2]} | {f"key {key}": keys[key : key + 1] for key in keys}
+    for name, members in groups.items():
+        chosen = [one for one in served if session_key(load, load.sessions[one.trace.unique]) in members]
         prompts = sum(one.trace.num_prompt_tokens for one in chosen)
         cached = sum(sum(one.request.cached_tokens.values()) for one in chosen)
         times = sorted(one.first_token - one.arrival for one in chosen)
