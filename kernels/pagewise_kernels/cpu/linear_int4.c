@@ -98,7 +98,7 @@ INLINE void quantise_group(const struct linear_int4 *a, long row, long g) {
     ints whole = (ints)(scaled + shift) - 0x4b400000;
     int8_t bytes __attribute__((vector_size(VEC))) = __builtin_convertvector(whole & 0xff, __typeof__(bytes));
     memcpy((int8_t *)a->inputs + (row * a->groups + g) * a->group + k, &bytes, sizeof(bytes));
-    sums += whole;
+    sums += __builtin_convertvector(bytes, ints);  // of what is no number, any bytes, whose sum fits
   }
   for (int i = 0; i < VEC; i++) sum += sums[i];
   a->input_scales[row * a->groups + g] = scale * a->factor;
