@@ -1,4 +1,4 @@
-"""The effect of ``--quantization`` and ``--dtype bfloat16`` on next-token distributions, compared with float32.
+"""The effect of ``--quantization``, ``--kv-dtype int8`` and bfloat16 on next-token distributions, beside float32.
 
     python -m benchmarks.quantization.run [--model FOLDER] [--only NAME ...] [--json FILE]
 
@@ -20,7 +20,7 @@ from pagewise_executor.models.packed_linear import pack_linears
 from pagewise_executor.models.quantised_linear import QuantisedLinear, quantise_linears
 from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise_inputs
 from pagewise_shared.model_files import resolve_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.record import record_file, write_record
 
@@ -40,6 +40,15 @@ class _Unpacked(torch.nn.Module):
             values, scales = quantise_inputs(x.flatten(0, -2), FP8, self.inputs)
             x = (values * scales).view(x.shape)
         return torch.nn.functional.linear(x, self.exact, self.bias)
+
+
+def _attend_to_int8(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **options: Any
+) -> Any:
+    """Compute attention with K and V [1, heads, tokens, head_dim] that are rounded by token and head."""
+    rounded = (quantise_inputs(part.flatten(0, -2), torch.int8) for part in (key, value))
+    key, value = (values.mul_(scales).view(key.shape) for values, scales in rounded)
+    return AttentionInterface()["sdpa"](module, query, key, value, *mask, **options)
 
 
 def _differences(exact: Any, other: Any, texts: list[torch.Tensor]) -> dict[str, Any]:
@@ -79,6 +88,8 @@ def main() -> None:
     exact, quantised = (kind.from_pretrained(path, dtype=torch.float32).eval() for _ in range(2))
     pack_linears(quantised, "cpu", "int8")
     others = {"int8": quantised, "bfloat16": kind.from_pretrained(path, dtype=torch.bfloat16).eval()}
+    AttentionInterface.register("rounded", _attend_to_int8)
+    others["KV int8"] = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="rounded").eval()
     for name, inputs in (("fp8", Inputs()), ("fp8 weights", Inputs(quantised=False))):
         others[name] = kind.from_pretrained(path, dtype=torch.float32).eval()
         for layer in range(len(others[name].model.layers)):

@@ -10,7 +10,7 @@ _SLOT_TYPES = (torch.int32, torch.int64)
 
 
 class Scales(NamedTuple):
-    """Scales of KV in eight bits, one per token and head: ``keys`` and ``values`` float32 [num_blocks, block_size, kv_heads]."""
+    """Scales of KV in eight bits, by token and head: ``keys``, ``values`` float32 [num_blocks, block_size, kv_heads]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -18,7 +18,7 @@ class Scales(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KVLayer:
-    """``keys`` and ``values`` [num_blocks, block_size, kv_heads, head_dim], of equal strides; the scales of KV in eight bits.
+    """``keys`` and ``values`` [num_blocks, block_size, kv_heads, head_dim], of equal strides; scales of eight bits.
 
     A layer of latents (MLA) keeps one vector per token: ``values`` are views of the last ``latent`` elements of each
     key, so that writing the keys writes them as well. In other layers ``latent`` is 0. There the end of a key and the
@@ -99,9 +99,9 @@ def _check_scales(scales: Scales, keys: torch.Tensor) -> None:
     Raises:
         ValueError: shapes, types, strides or devices do not fit.
     """
-    if keys.device.type == "cuda" and keys.dtype == FP8:
-        if (found := torch.cuda.get_device_capability(keys.device)) < (8, 9):
-            raise ValueError(f"float8 KV needs compute capability 8.9, {keys.device} has {found}")
+    is_fp8 = keys.device.type == "cuda" and keys.dtype == FP8
+    if is_fp8 and (found := torch.cuda.get_device_capability(keys.device)) < (8, 9):
+        raise ValueError(f"float8 KV needs compute capability 8.9, {keys.device} has {found}")
     for scale in scales:
         if (scale.shape, scale.dtype, scale.device) != (keys.shape[:3], torch.float32, keys.device):
             raise ValueError(

@@ -3,11 +3,13 @@
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_kernels.kv_layer import INT8
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
+from tests.core_requests import change
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.runners import BLOCK_SIZE, build_runner, peers_at
@@ -89,7 +91,7 @@ def test_moved_keys_are_scaled_anew(llama: Path) -> None:
         document = [*range(40, 64)]
         asked = [segmented([([7] * n, False), (document, True), ([9], False)], 1, f"r{n}") for n in (3, 5)]
         for one in asked:
-            one.params.logprobs = 0
+            change(one, sampling=msgspec.structs.replace(one.params.sampling, logprobs=0))
         scheduler, outputs = run_requests(runner, asked, max_num_seqs=1)
         assert scheduler.features.segments.num_moved > 0
         found.append([entry.logprob for out in outputs for entry in out.logprobs.values()])

@@ -39,9 +39,15 @@ INLINE const void **widen_tokens(struct scratch *s, const void **tokens, long of
     const int8_t *from = (const int8_t *)tokens[t] + offset;
     float *to = s->wide + t * width, scale = scales[scale_at[t]];
     s->wide_at[t] = to;
-    for (long d = 0; d < dim; d += VEC) {
+    long d = 0;
+    for (; d + VEC <= dim; d += VEC) {
+      bytes x;
+      memcpy(&x, from + d, VEC);
+      store(to, d, __builtin_convertvector(x, floats) * scale, 0);
+    }
+    if (d < dim) {
       bytes x = {};
-      memcpy(&x, from + d, dim - d >= VEC ? VEC : dim - d);
+      memcpy(&x, from + d, dim - d);
       store(to, d, __builtin_convertvector(x, floats) * scale, 0);
     }
   }

@@ -67,7 +67,7 @@ class KVPool:
     overlap has a fourth: so many elements at the beginning of a vector are the key.
 
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
-    ``block * block_size + offset``. ``scales[layer]``: the scales of KV in eight bits, else None. ``layers``: keys, values and
+    ``block * block_size + offset``. ``scales[layer]``: of KV in eight bits, else None. ``layers``: keys, values and
     scales as kernels take them. ``device``: a CUDA device always has an index, because threads that copy to and from
     the pool make it their current device.
 
@@ -260,7 +260,7 @@ def _view(memory: torch.Tensor, part: _Part) -> torch.Tensor:
 
 
 def bytes_per_block(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block: K and V of layers of ``shapes``, as ``KVPool`` explains, and scales of eight bits."""
+    """Return the bytes of one block: K and V of layers of ``shapes``, as ``KVPool`` explains, and their scales."""
     return sum(part.size for group in _parts(shapes, block_size, dtype) for part in group)
 
 
