@@ -3,6 +3,7 @@
     python -m benchmarks.cpu_steps.run
     python -m benchmarks.cpu_steps.run --kernels torch cpu cpu+int8 cpu+int4 cpu+bfloat16 --json FILE
     python -m benchmarks.cpu_steps.run --kernels torch torch+mmu cpu
+    python -m benchmarks.cpu_steps.run --kernels cpu cpu+kv-int8 cpu+bfloat16 --cases "decode 4, 1k" "decode 4, 8k"
 
 Each kind of kernels has a process of its own, which runs a Llama of 49M parameters on a model runner without a
 scheduler. The processes take turns. CPU milliseconds are of the whole process; every number is the median and the least
@@ -30,11 +31,14 @@ from benchmarks.serving.workloads import build_model
 
 BLOCK_SIZE = 16
 STEPS = 24
+NUM_BLOCKS = 2100
 CASES = {
     "decode 1": (1, 192, 0),
     "decode 16": (16, 192, 0),
     "decode 32": (32, 192, 0),
     "decode 16, shared 512": (16, 560, 512),
+    "decode 4, 1k": (4, 1024, 0),
+    "decode 4, 8k": (4, 8192, 0),
     "prefill 512": (1, 512, 0),
     "prefill 2048": (1, 2048, 0),
 }
@@ -58,7 +62,8 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
         quantization=option if option in ("int8", "int4") else "none",  # type: ignore[arg-type]
         kv_mapping="mmu" if option == "mmu" else "table",
         kv_layout="blocks" if option == "mmu" else "layers",  # else there would be too many maps
-        num_blocks=1600,
+        kv_dtype="int8" if option == "kv-int8" else "auto",
+        num_blocks=NUM_BLOCKS,
         max_num_seqs=32,
         profile=False,
         threads=threads or "auto",
@@ -67,12 +72,12 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
     runner = ModelRunner(config)
     block_size = BLOCK_SIZE
     rng = np.random.default_rng(0)
-    prompt = rng.integers(10, 4000, 4096).tolist()
+    prompt = rng.integers(10, 4000, 8192).tolist()
 
     def run(sequences: int, context: int, shared: int, prefill: bool) -> tuple[float, float]:
         runner.reset(Welcome(0, max(32, sequences), 4096))
         # Blocks lie scattered, as they do after a while of serving.
-        scattered = np.random.default_rng(1).permutation(1600).astype(np.int32)
+        scattered = np.random.default_rng(1).permutation(NUM_BLOCKS).astype(np.int32)
         common = scattered[: shared // block_size]
         per_sequence = -(-(context + STEPS + 1 - shared) // block_size)
         own = scattered[shared // block_size :][: sequences * per_sequence].reshape(sequences, per_sequence)
@@ -143,7 +148,7 @@ class Contender:
 def compare(kinds: list[str], cases: list[str], rounds: int, threads: int) -> list[dict[str, Any]]:
     runs: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
-        build_model(Path(folder))
+        build_model(Path(folder), max_len=8192 + 2 * STEPS)
         contenders: dict[str, Contender] = {}
         try:
             for kind in kinds:

@@ -1,4 +1,4 @@
-"""The effect of ``--quantization`` and ``--dtype bfloat16`` on next-token distributions, compared with float32.
+"""The effect of ``--quantization``, ``--kv-dtype int8`` and bfloat16 on next-token distributions, beside float32.
 
     python -m benchmarks.quantization.run [--model FOLDER] [--only NAME ...] [--json FILE]
 
@@ -21,7 +21,7 @@ from pagewise_executor.models.preparation import parts_of
 from pagewise_executor.models.quantised_linear import QuantisedLinear, quantise_linears
 from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise_inputs
 from pagewise_shared.model_files import resolve_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.record import record_file, write_record
 
@@ -59,6 +59,15 @@ def _packed(model: Any, quantization: Quantization) -> Any:
     for part in list(parts_of(model)):
         pack_linears(model, "cpu", quantisation_of(part, quantization), part)
     return model
+
+
+def _attend_to_int8(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **options: Any
+) -> Any:
+    """Compute attention with K and V [1, heads, tokens, head_dim] that are rounded by token and head."""
+    rounded = (quantise_inputs(part.flatten(0, -2), torch.int8) for part in (key, value))
+    key, value = (values.mul_(scales).view(key.shape) for values, scales in rounded)
+    return AttentionInterface()["sdpa"](module, query, key, value, *mask, **options)
 
 
 def _differences(exact: Any, other: Any, texts: list[torch.Tensor]) -> dict[str, Any]:
@@ -108,6 +117,8 @@ def main() -> None:
     for place, module in list(others["int4 weights"].named_modules()):
         if isinstance(module, Int4Linear):
             others["int4 weights"].set_submodule(place, _ExactInputs(module))
+    AttentionInterface.register("rounded", _attend_to_int8)
+    others["KV int8"] = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="rounded").eval()
     for name, inputs in (("fp8", Inputs()), ("fp8 weights", Inputs(quantised=False))):
         others[name] = exact_model()
         for layer in range(len(others[name].model.layers)):

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import torch
 
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 _SLOT_TYPES = (torch.int32, torch.int64)
 
 
 class Scales(NamedTuple):
-    """Scales of FP8 KV, one per token and head: ``keys`` and ``values`` float32 [num_blocks, block_size, kv_heads]."""
+    """Scales of KV in eight bits, by token and head: ``keys``, ``values`` float32 [num_blocks, block_size, kv_heads]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -18,7 +18,7 @@ class Scales(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KVLayer:
-    """``keys`` and ``values`` [num_blocks, block_size, kv_heads, head_dim], of equal strides; the scales of float8 KV.
+    """``keys`` and ``values`` [num_blocks, block_size, kv_heads, head_dim], of equal strides; scales of eight bits.
 
     A layer of latents (MLA) keeps one vector per token: ``values`` are views of the last ``latent`` elements of each
     key, so that writing the keys writes them as well. In other layers ``latent`` is 0. There the end of a key and the
@@ -60,9 +60,9 @@ class KVLayer:
                 "keys and values have equal strides, and the elements of a head lie next to each other, not "
                 f"{keys.stride()} and {values.stride()}"
             )
-        if keys.dtype != values.dtype or (keys.dtype == FP8) != (self.scales is not None):
+        if keys.dtype != values.dtype or (keys.dtype in (FP8, INT8)) != (self.scales is not None):
             raise TypeError(
-                "keys and values are of one type, and float8 KV comes with scales, and no other KV does, not "
+                "keys and values are of one type, and KV in eight bits comes with scales, and no other KV does, not "
                 f"{keys.dtype} and {values.dtype}{', with scales' if self.scales else ''}"
             )
         _, self.block_size, self.kv_heads, self.head_dim = keys.shape
@@ -94,12 +94,13 @@ class KVLayer:
 
 
 def _check_scales(scales: Scales, keys: torch.Tensor) -> None:
-    """Check the scales of float8 ``keys``, and whether the device knows float8_e4m3fn.
+    """Check the scales of ``keys`` in eight bits, and whether the device knows their type.
 
     Raises:
         ValueError: shapes, types, strides or devices do not fit.
     """
-    if keys.device.type == "cuda" and (found := torch.cuda.get_device_capability(keys.device)) < (8, 9):
+    is_fp8 = keys.device.type == "cuda" and keys.dtype == FP8
+    if is_fp8 and (found := torch.cuda.get_device_capability(keys.device)) < (8, 9):
         raise ValueError(f"float8 KV needs compute capability 8.9, {keys.device} has {found}")
     for scale in scales:
         if (scale.shape, scale.dtype, scale.device) != (keys.shape[:3], torch.float32, keys.device):

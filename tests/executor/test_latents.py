@@ -85,7 +85,8 @@ def test_what_cannot_be_kept_is_refused_before_weights_are_read(tmp_path: Path) 
             load_model(ExecutorConfig(model=str(tmp_path), device="cpu", **options))  # type: ignore[arg-type]
         return str(refusal.value)
 
-    assert "whose latents are kept in the type of the model only" in refused(kv_dtype="fp8")
+    for kv_dtype in ("fp8", "int8"):
+        assert "whose latents are kept in the type of the model only" in refused(kv_dtype=kv_dtype)
     settings = json.loads((tmp_path / "config.json").read_text())
     sparse = settings | {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(sparse))

@@ -233,7 +233,7 @@ def test_deterministic_results_do_not_depend_on_batch_or_chunking(fp8: bool, sin
         ({"out": torch.zeros(3, 4, 16)}, ValueError, "out is torch.float32"),
         ({"sinks": torch.zeros(2)}, ValueError, "one for each of 4 heads"),
         ({"scale": 0.0}, ValueError, "scale of attention is positive, not 0.0"),
-        ({"scales": Scales(torch.zeros(1), torch.zeros(1))}, TypeError, "float8 KV comes with scales"),
+        ({"scales": Scales(torch.zeros(1), torch.zeros(1))}, TypeError, "KV in eight bits comes with scales"),
         ({"tables": torch.zeros(2, 9, dtype=torch.int32, device="meta")}, ValueError, "different devices: cpu, meta"),
     ],
 )

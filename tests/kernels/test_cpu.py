@@ -17,7 +17,7 @@ from pagewise_kernels.cpu.attention import CpuStep, Rotation
 from pagewise_kernels.cpu.build import FOLDER, Variant
 from pagewise_kernels.cpu.library import AttentionArguments
 from pagewise_kernels.cpu.operations import PackedWeight, rms_norm, silu_mul
-from pagewise_kernels.kv_layer import KVLayer
+from pagewise_kernels.kv_layer import INT8, KVLayer, Scales
 
 from tests.cpu_kernels import need_cpu_kernels, variants
 from tests.kernels import oracles
@@ -48,6 +48,7 @@ class Case:
     has_sinks: bool = False
     attention_chunk: int | None = None
     latent: int = 0
+    int8: bool = False
 
     def check(self, seed: int = 0) -> torch.Tensor:
         """Run it and compare it with the oracle; returns the result."""
@@ -65,6 +66,7 @@ class Case:
         keys, values = (self._pool(randn, num_blocks) for _ in range(2))
         if self.latent:
             values = keys[..., -self.latent :]
+        layer = KVLayer(keys, values) if not self.int8 else in_eight_bits(keys, values)
         rows, positions = self._tokens()
         slots = tables[rows, positions // self.block_size].astype(np.int64) * self.block_size
         slots += positions % self.block_size
@@ -81,7 +83,7 @@ class Case:
             offset += size
         sharing = np.arange(self.sharing, dtype=np.int64)
         prefixes = [(0, self.sharing, self.shared * self.block_size)] if self.shared and self.sharing else []
-        expected_keys, expected_values = keys.clone(), values.clone()
+        expected_keys, expected_values = (one.to(self.dtype) for one in exact(layer))
         if self.latent:
             v, expected_values = k[..., -self.latent :], expected_keys[..., -self.latent :]
         blocks, offsets = torch.from_numpy(slots // self.block_size), torch.from_numpy(slots % self.block_size)
@@ -93,13 +95,19 @@ class Case:
         scale = self.head_dim**-0.5
         sinks = torch.linspace(-3, 9, self.heads).to(self.dtype) if self.has_sinks else None
         found = step.attend(
-            q, k, v, KVLayer(keys, values), scale=scale, window=self.window, softcap=self.softcap, rotation=rotation,
+            q, k, v, layer, scale=scale, window=self.window, softcap=self.softcap, rotation=rotation,
             sinks=sinks, attention_chunk=self.attention_chunk,
         )  # fmt: skip
         tolerance = {"rtol": TOLERANCE[self.dtype], "atol": 3 * TOLERANCE[self.dtype]}  # rounded three times
-        torch.testing.assert_close(keys, expected_keys, **tolerance)
         torch.testing.assert_close(q.double(), new_q.double(), **tolerance)  # in place
-        assert torch.equal(values, expected_values)
+        keys, values = exact(layer)
+        if self.int8:  # at most half a step of 127 from what was written
+            for one, wanted in (keys, expected_keys.double()), (values, expected_values.double()):
+                half = wanted.abs().amax(-1, keepdim=True) / 254
+                assert ((one - wanted).abs() <= half + (wanted.abs() + 3) * TOLERANCE[self.dtype]).all()
+        else:
+            torch.testing.assert_close(keys.to(self.dtype), expected_keys, **tolerance)
+            assert torch.equal(values.to(self.dtype), expected_values)
         for table, own in zip(tables, self._queries(), strict=True):
             start = int(positions[own.start])
             expected = oracles.attention(
@@ -144,6 +152,19 @@ class Case:
         return qk[:, : self.heads], qk[:, self.heads :]
 
 
+def in_eight_bits(keys: torch.Tensor, values: torch.Tensor) -> KVLayer:
+    """Return K and V of float in eight bits, with a scale for each token and head, in the same order of strides."""
+    scales = Scales(*(one.float().abs().amax(-1) / 127 for one in (keys, values)))
+    rounded = ((one.float() / scale[..., None]).round() for one, scale in zip((keys, values), scales, strict=True))
+    return KVLayer(*(torch.empty_like(keys, dtype=INT8).copy_(one) for one in rounded), scales)
+
+
+def exact(layer: KVLayer) -> list[torch.Tensor]:
+    """Return K and V of a layer, as its blocks hold them, in float64."""
+    scales = layer.scales or (torch.ones(1), torch.ones(1))
+    return [one.double() * s.double()[..., None] for one, s in zip((layer.keys, layer.values), scales, strict=True)]
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.sampled_from([1, 2, 3]))
@@ -174,6 +195,7 @@ def cases(draw: st.DrawFn) -> Case:
         rotated=not latent and draw(st.booleans()),
         normed=draw(st.booleans()),
         has_sinks=draw(st.booleans()),
+        int8=not latent and draw(st.booleans()),
     )
 
 
@@ -186,11 +208,13 @@ def test_attention_is_the_formula(case: Case, seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 128])
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_every_build_computes_it(build: Variant, dtype: torch.dtype, head_dim: int, heads_first: bool) -> None:
+@pytest.mark.parametrize(("heads_first", "int8"), [(False, False), (True, False), (False, True), (True, True)])
+def test_every_build_computes_it(
+    build: Variant, dtype: torch.dtype, head_dim: int, heads_first: bool, int8: bool
+) -> None:
     case = Case(
         lengths=(1, 5, 33, 70, 600), chunks=((0, 45), (7, 130)), heads=8, kv_heads=4, head_dim=head_dim,
-        block_size=16, dtype=dtype, heads_first=heads_first, rotated=True, normed=True,
+        block_size=16, dtype=dtype, heads_first=heads_first, rotated=True, normed=True, int8=int8,
     )  # fmt: skip
     case.check()
 

@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_refused() -> None:
         move_tokens(layer, slots, slots, torch.zeros(3, 9), torch.zeros(3, 9))
     with pytest.raises(TypeError, match="int32 or int64"):
         move_tokens(layer, slots.float(), slots, angles, angles)
-    with pytest.raises(TypeError, match="float8 KV comes with scales"):
+    with pytest.raises(TypeError, match="KV in eight bits comes with scales"):
         KVLayer(pool, pool, Scales(pool, pool))
     with pytest.raises(ValueError, match="scales are float32"):
         KVLayer(*(pool.to(torch.float8_e4m3fn) for _ in range(2)), Scales(pool, pool))

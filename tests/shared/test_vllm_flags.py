@@ -62,6 +62,7 @@ def test_values_that_describe_the_behaviour_are_accepted_and_others_are_not(caps
         (["--kv-offloading-size", "2.5"], {"host_memory": str(5 * 2**29)}),
         (["--kv-offloading-size", "0"], {}),
         (["--kv-cache-dtype", "fp8_e4m3"], {"kv_dtype": "fp8"}),
+        (["--kv-cache-dtype", "int8_per_token_head"], {"kv_dtype": "int8"}),
         (["--num-gpu-blocks-override", "77"], {"num_blocks": 77}),
         (["--enforce-eager"], {"cuda_graphs": False}),
         (["--no-enforce-eager"], {}),

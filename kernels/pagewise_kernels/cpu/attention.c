@@ -50,7 +50,7 @@ INLINE void rotate(float *x, const void *cos, const void *sin, long token, long 
 }
 
 // Make the query or key ``to`` of ``from`` [dim].
-INLINE void new_head(const struct attention *a, const void *from, void *to, long token, long head, int bf16) {
+INLINE void new_head(const struct attention *a, const void *from, void *to, long token, long head, int bf16, int to_bf16) {
   float x[MAX_KEY];
   long dim = a->dim;
   floats squares = {};
@@ -70,37 +70,57 @@ INLINE void new_head(const struct attention *a, const void *from, void *to, long
   if (a->cos) rotate(x, a->cos, a->sin, token, dim, bf16);
   for (long d = 0; d < dim; d += VEC) {
     long n = smaller(VEC, dim - d);
-    store_some(to, d, load_some(x, d, n, 0), n, bf16);
+    store_some(to, d, load_some(x, d, n, 0), n, to_bf16);
   }
 }
 
-INLINE void write_token(const struct attention *a, long token, int bf16) {
+INLINE void write_token(const struct attention *a, long token, int bf16, int kv) {
   if (a->cos || a->head_norm)
     for (long head = 0; head < a->heads; head++) {
       void *q = (void *)at(a->q, token * a->q_token + head * a->q_head, bf16);
-      new_head(a, q, q, token, head, bf16);
+      new_head(a, q, q, token, head, bf16, bf16);
     }
   long block = a->slots[token] / a->block_size, offset = a->slots[token] % a->block_size;
   for (long head = 0; head < a->kv_heads; head++) {
-    void *key = (void *)at(a->keys, block * a->key_block + offset * a->key_slot + head * a->key_head, bf16);
-    void *value = (void *)at(a->values, block * a->value_block + offset * a->value_slot + head * a->value_head, bf16);
-    new_head(a, at(a->k, token * a->k_token + head * a->k_head, bf16), key, token, a->heads + head, bf16);
-    if (a->value_dim == a->dim)
-      memcpy(value, at(a->v, token * a->v_token + head * a->v_head, bf16), a->dim * (bf16 ? 2 : 4));
+    long key_at = block * a->key_block + offset * a->key_slot + head * a->key_head;
+    long value_at = block * a->value_block + offset * a->value_slot + head * a->value_head;
+    void *key = (char *)a->keys + key_at * size_of(kv), *value = (char *)a->values + value_at * size_of(kv);
+    const void *k = at(a->k, token * a->k_token + head * a->k_head, bf16);
+    const void *v = at(a->v, token * a->v_token + head * a->v_head, bf16);
+    if (kv == INT8) {
+      long scale = block * a->scale_block + offset * a->scale_slot + head * a->scale_head;
+      float x[MAX_KEY];
+      new_head(a, k, x, token, a->heads + head, bf16, 0);
+      store_int8(x, a->dim, key, a->key_scales + scale);
+      for (long d = 0; d < a->dim; d += VEC) {
+        long n = smaller(VEC, a->dim - d);
+        store_some(x, d, load_some(v, d, n, bf16), n, 0);
+      }
+      store_int8(x, a->dim, value, a->value_scales + scale);
+    } else {
+      new_head(a, k, key, token, a->heads + head, bf16, bf16);
+      if (a->value_dim == a->dim) memcpy(value, v, a->dim * size_of(kv));
+    }
   }
 }
+
+// Call a function with the types of the model and of the pool as constants; in eight bits, the first one is not hot.
+#define BY_TYPE(a, function, ...)               \
+  do {                                          \
+    if ((a)->key_scales)                        \
+      function(__VA_ARGS__, (a)->bf16, INT8);   \
+    else if ((a)->bf16)                         \
+      function(__VA_ARGS__, 1, 1);              \
+    else                                        \
+      function(__VA_ARGS__, 0, 0);              \
+  } while (0)
 
 static void write_tokens(void *data) {
   struct step *step = data;
   const struct attention *a = step->a;
   long start;
   while ((start = 8 * next_item(&step->next_token)) < a->tokens)
-    for (long token = start; token < smaller(start + 8, a->tokens); token++) {
-      if (a->bf16)
-        write_token(a, token, 1);
-      else
-        write_token(a, token, 0);
-    }
+    for (long token = start; token < smaller(start + 8, a->tokens); token++) BY_TYPE(a, write_token, a, token);
 }
 
 // ---- the items -------------------------------------------------------------------------------------------------
@@ -245,13 +265,13 @@ static void finish_part(struct step *step, long query) {
 
 enum { MOST_ROWS_IN_PLACE = 8 };
 
-INLINE void compute_item(struct step *step, const struct item *item, int bf16) {
+INLINE void compute_item(struct step *step, const struct item *item, int bf16, int kv) {
   const struct attention *a = step->a;
   struct scratch *s = &scratch;
   long group = a->heads / a->kv_heads;
   if (item->kind == DECODE && a->dim == a->value_dim && a->dim % VEC == 0 && group <= MOST_ROWS_IN_PLACE) {
     const int32_t *table = a->tables + a->rows[item->index] * a->table_stride;
-    attend_in_place(a, s, item->index, table, item->head, item->last_head, item->low, item->high, bf16);
+    attend_in_place(a, s, item->index, table, item->head, item->last_head, item->low, item->high, bf16, kv);
     long rows = (item->last_head - item->head) * group;
     store_rows(step, s, item->index, item->head * group, 0, rows, a->dim, item->part, bf16);
   } else {
@@ -267,7 +287,7 @@ INLINE void compute_item(struct step *step, const struct item *item, int bf16) {
     struct queries queries = {members, first, item->count, position};
     const int32_t *table = a->tables + row * a->table_stride;
     for (long head = item->head; head < item->last_head; head++) {
-      attend_tiles(a, s, &queries, table, head, item->low, item->high, bf16);
+      attend_tiles(a, s, &queries, table, head, item->low, item->high, bf16, kv);
       for (long i = 0; i < item->count; i++)
         store_rows(step, s, query_of(&queries, i), head * group, i * group, group, PANELS(a->value_dim), item->part, bf16);
     }
@@ -280,12 +300,7 @@ INLINE void compute_item(struct step *step, const struct item *item, int bf16) {
 static void compute_items(void *data) {
   struct step *step = data;
   long i;
-  while ((i = next_item(&step->next)) < step->num_items) {
-    if (step->a->bf16)
-      compute_item(step, &step->items[i], 1);
-    else
-      compute_item(step, &step->items[i], 0);
-  }
+  while ((i = next_item(&step->next)) < step->num_items) BY_TYPE(step->a, compute_item, step, &step->items[i]);
 }
 
 static void plan_items(struct step *step) {

@@ -25,6 +25,9 @@ struct attention {
   // value is a part of its key, and is not written.
   void *keys, *values;
   int64_t key_block, key_slot, key_head, value_block, value_slot, value_head;
+  // of keys and values in eight bits, the scales [blocks, block_size, kv_heads]; else NULL
+  float *key_scales, *value_scales;
+  int64_t scale_block, scale_slot, scale_head;
   // slots [tokens] of the pool; tables [rows, table_stride]; decodes come first in the batch
   const int64_t *slots;
   const int32_t *tables;
@@ -66,6 +69,10 @@ struct scratch {
   float keys[MAX_KEY * PANELS(TILE)];
   float values[TILE * PANELS(MAX_DIM)];
   const void *key_at[PIECE + VEC], *value_at[PIECE + VEC];
+  // of keys and values in eight bits: the index of a token's scale, and floats of some tokens
+  long scale_at[PIECE + VEC];
+  float wide[TILE * MAX_DIM];
+  const void *wide_at[TILE];
 } __attribute__((aligned(64)));
 
 INLINE long smaller(long a, long b) { return a < b ? a : b; }
@@ -77,17 +84,27 @@ INLINE long first_seen(const struct attention *a, long position) {
   return a->window ? greater(0, position + 1 - a->window) : 0;
 }
 
-// Find the keys and values of one head at positions start .. stop of a sequence.
-INLINE void find_tokens(const struct attention *a, const int32_t *table, long head, long start, long stop,
-                        const void **key_at, const void **value_at, int bf16) {
+// The type of the pool, which is a constant too wherever it is passed: 0 is float32, 1 bfloat16.
+enum { INT8 = 2 };
+
+INLINE long size_of(int kv) { return kv == INT8 ? 1 : kv ? 2 : 4; }
+
+// The type in which kernels read keys and values: those in eight bits are made floats before.
+INLINE int type_read(int kv) { return kv == INT8 ? 0 : kv; }
+
+// Find the keys and values of one head at positions start .. stop of a sequence, and put them at s->key_at[i] and so on.
+INLINE void find_tokens(const struct attention *a, struct scratch *s, long i, const int32_t *table, long head, long start,
+                        long stop, int kv) {
   while (start < stop) {
     long block = table[start / a->block_size], offset = start % a->block_size;
     long n = smaller(a->block_size - offset, stop - start);
-    const void *key = at(a->keys, block * a->key_block + offset * a->key_slot + head * a->key_head, bf16);
-    const void *value = at(a->values, block * a->value_block + offset * a->value_slot + head * a->value_head, bf16);
-    for (long i = 0; i < n; i++) {
-      *key_at++ = at(key, i * a->key_slot, bf16);
-      *value_at++ = at(value, i * a->value_slot, bf16);
+    long key = block * a->key_block + offset * a->key_slot + head * a->key_head;
+    long value = block * a->value_block + offset * a->value_slot + head * a->value_head;
+    long scale = block * a->scale_block + offset * a->scale_slot + head * a->scale_head;
+    for (long t = 0; t < n; t++, i++) {
+      s->key_at[i] = (const char *)a->keys + (key + t * a->key_slot) * size_of(kv);
+      s->value_at[i] = (const char *)a->values + (value + t * a->value_slot) * size_of(kv);
+      if (kv == INT8) s->scale_at[i] = scale + t * a->scale_slot;
     }
     start += n;
   }

@@ -9,7 +9,7 @@ import torch
 
 from pagewise_kernels.cpu.library import AttentionArguments, empty, load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import TYPES
-from pagewise_kernels.kv_layer import KVLayer
+from pagewise_kernels.kv_layer import INT8, KVLayer
 
 MAX_HEAD_DIM = 512
 MAX_KEY_DIM = 640
@@ -77,8 +77,8 @@ class CpuStep:
     ) -> torch.Tensor:  # fmt: skip
         """Write k and v [tokens, kv_heads, head_dim] into the pool, attend with q [tokens, heads, head_dim].
 
-        All have one type, float32 or bfloat16. ``window``: a query sees so many tokens, itself included. With
-        ``rotation``, queries and keys are rotated first, and ``q`` is changed in place. ``sinks`` [heads]: a logit of
+        All have one type, float32 or bfloat16, and the pool has it too, or int8. ``window``: a query sees so many
+        tokens, itself included. With ``rotation``, queries and keys are rotated first, and ``q`` is changed in place. ``sinks`` [heads]: a logit of
         each query head that takes part in its softmax without a value. ``attention_chunk``: a query sees the tokens of
         its own chunk of so many tokens. Without ``write``, K and V are in the pool already. Of a layer of latents, v is
         not read. Returns [tokens, heads, head_dim of a value].
@@ -98,6 +98,8 @@ class CpuStep:
         a.v_token, a.v_head, _ = v.stride()
         a.keys, a.values = layer.keys.data_ptr(), layer.values.data_ptr()
         a.key_block, a.key_slot, a.key_head = a.value_block, a.value_slot, a.value_head = layer.strides
+        a.key_scales, a.value_scales = [scale.data_ptr() for scale in layer.scales] if layer.scales else (None, None)
+        a.scale_block, a.scale_slot, a.scale_head = layer.scale_strides
         _, a.heads, a.dim = q.shape
         a.kv_heads, a.value_dim = layer.kv_heads, value_dim
         a.bf16 = q.dtype == torch.bfloat16
@@ -130,9 +132,11 @@ class CpuStep:
         fits = 1 <= dim <= (MAX_KEY_DIM if layer.latent else MAX_HEAD_DIM) and layer.latent <= MAX_HEAD_DIM
         if heads % layer.kv_heads or heads // layer.kv_heads > MAX_GROUP or not fits:
             raise ValueError(f"{heads} heads of {dim} with {layer.kv_heads} KV heads are not supported")
-        if {q.dtype, k.dtype, v.dtype} != {layer.dtype} or q.dtype not in TYPES or q.device.type != "cpu":
+        if {q.dtype, k.dtype, v.dtype} - {layer.dtype if layer.dtype != INT8 else q.dtype} or not (
+            q.dtype in TYPES and q.device.type == "cpu"
+        ):
             raise TypeError(
-                "attention takes tensors of one type, float32 or bfloat16, on the CPU, not "
+                "attention takes tensors of one type, float32 or bfloat16, on the CPU, and KV of the same or int8, not "
                 f"{q.dtype}, {k.dtype}, {v.dtype} and {layer.dtype}"
             )
         if {q.stride(2), k.stride(2), v.stride(2)} != {1}:

@@ -5,16 +5,16 @@
 // so that the softmax is taken once.
 #pragma once
 
-#include "attention.h"
+#include "kv_int8.h"
 
 enum { NEAR = 16, LINE = PIECE + VEC };
 
 // Ask for what the next tile will read, into the second level cache. The processor's own prefetchers follow neither block
 // tables nor the short runs of one head; this doubled the speed on memory that no cache holds.
-INLINE void fetch(const void **tokens, long offset, long count, long dim, int bf16) {
+INLINE void fetch(const void **tokens, long offset, long count, long dim, int kv) {
   for (long t = 0; t < count; t++)
-    for (long d = 0; d < dim * (bf16 ? 2 : 4); d += 64)
-      __builtin_prefetch((const char *)at(tokens[t], offset, bf16) + d, 0, 1);
+    for (long d = 0; d < dim * size_of(kv); d += 64)
+      __builtin_prefetch((const char *)tokens[t] + offset * size_of(kv) + d, 0, 1);
 }
 
 // Scores of ``rows`` query rows q [rows, vectors * VEC] and VEC keys each.
@@ -92,7 +92,7 @@ INLINE float piece_weights(float *scores, long count, float softcap, float *most
 // Leaves in s->sums [rows, dim], s->highs and s->totals what the heads of the KV heads first .. last make of context
 // tokens low .. high, at most PIECE of them. dim is a multiple of VEC; there are at most SCORES / LINE rows.
 INLINE void attend_in_place(const struct attention *a, struct scratch *s, long query, const int32_t *table, long first,
-                            long last, long low, long high, int bf16) {
+                            long last, long low, long high, int bf16, int kv) {
   long group = a->heads / a->kv_heads, dim = a->dim, count = high - low;
   floats factor = all(score_scale(a));
   for (long r = 0; r < (last - first) * group; r++)
@@ -100,21 +100,30 @@ INLINE void attend_in_place(const struct attention *a, struct scratch *s, long q
       const void *q = at(a->q, query * a->q_token + (first * group + r) * a->q_head, bf16);
       store(s->q + r * dim, d, load(q, d, bf16) * factor, 0);
     }
-  find_tokens(a, table, first, low, high, s->key_at, s->value_at, bf16);
+  find_tokens(a, s, 0, table, first, low, high, kv);
   // Loads of whole vectors of tokens see the last one again.
-  for (long t = count; t % VEC; t++) s->key_at[t] = s->key_at[count - 1];
+  for (long t = count; t % VEC; t++) {
+    s->key_at[t] = s->key_at[count - 1];
+    s->scale_at[t] = s->scale_at[count - 1];
+  }
   for (long t = 0; t < count; t += NEAR)
     for (long head = first; head < last; head++) {
       long row = (head - first) * group, n = smaller(NEAR, count - t), offset = (head - first) * a->key_head;
       float *scores = s->scores + row * LINE + t;
       if (t + n < count)
-        fetch(s->key_at + t + n, offset, smaller(NEAR, count - t - n), dim, bf16);
+        fetch(s->key_at + t + n, offset, smaller(NEAR, count - t - n), dim, kv);
       else
-        fetch(s->value_at, (head - first) * a->value_head, smaller(NEAR, count), dim, bf16);
+        fetch(s->value_at, (head - first) * a->value_head, smaller(NEAR, count), dim, kv);
+      const void **keys = s->key_at + t;
+      if (kv == INT8) {
+        const float *scales = a->key_scales + (head - first) * a->scale_head;
+        keys = widen_tokens(s, keys, offset, scales, s->scale_at + t, (n + VEC - 1) / VEC * VEC, dim);
+        offset = 0;
+      }
       switch (dim / VEC) {
-        case 4: scores_in_place(4, group, s->q + row * dim, s->key_at + t, offset, n, scores, bf16); break;
-        case 8: scores_in_place(8, group, s->q + row * dim, s->key_at + t, offset, n, scores, bf16); break;
-        default: scores_in_place(dim / VEC, group, s->q + row * dim, s->key_at + t, offset, n, scores, bf16);
+        case 4: scores_in_place(4, group, s->q + row * dim, keys, offset, n, scores, type_read(kv)); break;
+        case 8: scores_in_place(8, group, s->q + row * dim, keys, offset, n, scores, type_read(kv)); break;
+        default: scores_in_place(dim / VEC, group, s->q + row * dim, keys, offset, n, scores, type_read(kv));
       }
     }
   for (long r = 0; r < (last - first) * group; r++)
@@ -122,9 +131,14 @@ INLINE void attend_in_place(const struct attention *a, struct scratch *s, long q
   memset(s->sums, 0, (last - first) * group * dim * sizeof(float));
   for (long t = 0; t < count; t += NEAR)
     for (long head = first; head < last; head++) {
-      long row = (head - first) * group, n = smaller(NEAR, count - t);
-      fetch(s->value_at + t + n, (head - first) * a->value_head, smaller(NEAR, count - t - n), dim, bf16);
-      all_values_in_place(group, dim, s->scores + row * LINE + t, s->value_at + t, (head - first) * a->value_head, n,
-                          s->sums + row * dim, bf16);
+      long row = (head - first) * group, n = smaller(NEAR, count - t), offset = (head - first) * a->value_head;
+      fetch(s->value_at + t + n, offset, smaller(NEAR, count - t - n), dim, kv);
+      const void **values = s->value_at + t;
+      if (kv == INT8) {
+        const float *scales = a->value_scales + (head - first) * a->scale_head;
+        values = widen_tokens(s, values, offset, scales, s->scale_at + t, n, dim);
+        offset = 0;
+      }
+      all_values_in_place(group, dim, s->scores + row * LINE + t, values, offset, n, s->sums + row * dim, type_read(kv));
     }
 }

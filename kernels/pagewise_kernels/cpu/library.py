@@ -82,6 +82,8 @@ class AttentionArguments(ctypes.Structure):
         (_LONG, "q_token q_head k_token k_head v_token v_head"),
         (_POINTER, "keys values"),
         (_LONG, "key_block key_slot key_head value_block value_slot value_head"),
+        (_POINTER, "key_scales value_scales"),
+        (_LONG, "scale_block scale_slot scale_head"),
         (_POINTER, "slots tables"),
         (_LONG, "table_stride block_size tokens decodes num_chunks num_prefixes"),
         (_POINTER, "rows lengths chunks prefixes members"),

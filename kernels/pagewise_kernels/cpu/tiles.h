@@ -4,7 +4,7 @@
 // Milakov and Gimelshein (arXiv 1805.02867), tiled as in FlashAttention-2 (Dao, arXiv 2307.08691).
 #pragma once
 
-#include "attention.h"
+#include "kv_int8.h"
 
 // ``count`` queries: members[0], members[1], ... of the batch, or first, first + 1, ... if members is NULL. They have the
 // positions position, position + 1, ... and see nothing behind them; or, if it is negative, they see everything.
@@ -95,7 +95,7 @@ INLINE void attend_band(const struct attention *a, struct scratch *s, const stru
 // Leaves in s->sums [rows, PANELS(value_dim)] the weighted sums over context tokens low .. high, with s->highs and
 // s->totals: a row for each query and each head of the KV head. At most ROWS rows.
 INLINE void attend_tiles(const struct attention *a, struct scratch *s, const struct queries *queries,
-                         const int32_t *table, long kv_head, long low, long high, int bf16) {
+                         const int32_t *table, long kv_head, long low, long high, int bf16, int kv) {
   long group = a->heads / a->kv_heads, rows = queries->count * group, dim = a->dim;
   floats factor = all(score_scale(a));
   for (long r = 0; r < rows; r++) {
@@ -111,13 +111,17 @@ INLINE void attend_tiles(const struct attention *a, struct scratch *s, const str
   // Of a chunk, tiles lie at multiples of TILE, so that no sum depends on which queries are computed together.
   for (long tile = queries->position < 0 ? low : low / TILE * TILE; tile < high; tile += TILE) {
     long count = smaller(TILE, high - tile), unseen = greater(0, low - tile);
-    find_tokens(a, table, kv_head, tile + unseen, tile + count, s->key_at + unseen, s->value_at + unseen, bf16);
+    find_tokens(a, s, unseen, table, kv_head, tile + unseen, tile + count, kv);
     for (long i = 0; i < unseen; i++) {  // their blocks may belong to others by now; no row gives them any weight
       s->key_at[i] = s->key_at[unseen];
       s->value_at[i] = s->value_at[unseen];
+      s->scale_at[i] = s->scale_at[unseen];
     }
-    pack_keys(s->key_at, count, dim, s->keys, dim, bf16);
-    pack_values(s->value_at, count, a->value_dim, s->values, TILE, bf16);
+    const void **keys = s->key_at, **values = s->value_at;
+    if (kv == INT8) keys = widen_tokens(s, keys, 0, a->key_scales, s->scale_at, count, dim);
+    pack_keys(keys, count, dim, s->keys, dim, type_read(kv));
+    if (kv == INT8) values = widen_tokens(s, values, 0, a->value_scales, s->scale_at, count, dim);
+    pack_values(values, count, a->value_dim, s->values, TILE, type_read(kv));
     // The scores of a band stay in the first level cache.
     for (long band = 0; band < rows; band += BAND)
       attend_band(a, s, queries, band, smaller(BAND, rows - band), tile, count);

@@ -112,7 +112,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     check_latents(config, text)
     dtype = getattr(torch, config.dtype) if config.dtype != "auto" else text.dtype or torch.bfloat16
     model, recurrent = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
-    if config.kv_dtype != "fp8":
+    if config.kv_dtype == "auto":
         store_once(model)
     weights = _weight_bytes(config, quantised, model, dtype) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)

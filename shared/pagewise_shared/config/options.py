@@ -537,10 +537,11 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     kv_dtype: Annotated[
-        Literal["auto", "fp8"],
+        Literal["auto", "fp8", "int8"],
         _help(
-            "data type of the KV pool; auto: that of --dtype, fp8: half its size, scaled per token and head",
-            more="fp8 is float8 (e4m3). It loses some accuracy, and needs Triton kernels and compute capability 8.9.",
+            "data type of the KV pool; auto: that of --dtype, fp8, int8: eight bits, scaled per token and head",
+            more="Both lose some accuracy. fp8 is float8 (e4m3), and needs Triton kernels and compute capability 8.9; "
+            "int8 needs the CPU ([quantization.md](quantization.md#kv-in-eight-bits)).",
         ),
     ] = "auto"
     kv_layout: Annotated[

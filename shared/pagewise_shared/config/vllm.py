@@ -64,7 +64,10 @@ ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "--device-memory-utilization": ("gpu_memory_utilization", str),
     "--kv-cache-memory-bytes": ("kv_memory", lambda text: f"{int(_count(text))}"),
     "--num-gpu-blocks-override": ("num_blocks", str),
-    "--kv-cache-dtype": ("kv_dtype", {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}.__getitem__),
+    "--kv-cache-dtype": (
+        "kv_dtype",
+        {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8", "int8_per_token_head": "int8"}.__getitem__,
+    ),
     "--kv-offloading-size": ("host_memory", _gib),
     "--api-key": ("api_keys", _api_keys),
     "--enforce-eager": ("cuda_graphs", _off),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
-from pagewise_kernels.kv_layer import FP8
+from pagewise_kernels.kv_layer import FP8, INT8
 from pagewise_shared.errors import ModelError
 
 EVEN, UNEVEN = [(2, 16), (2, 16)], [(2, 16), (1, 8), (4, 16)]
@@ -15,7 +15,7 @@ EVEN, UNEVEN = [(2, 16), (2, 16)], [(2, 16), (1, 8), (4, 16)]
 @pytest.mark.parametrize("shapes", [EVEN, UNEVEN])
 @pytest.mark.parametrize("layout", ["layers", "blocks"])
 @pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8, INT8])
 def test_blocks_are_copied_and_come_back(
     shapes: list[tuple[int, int]],
     layout: str,
@@ -26,7 +26,7 @@ def test_blocks_are_copied_and_come_back(
     pool = KVPool(shapes, 7, 4, dtype, device, layout=layout, triton=triton)  # type: ignore[arg-type]
     assert pool.bytes_per_block == bytes_per_block(shapes, 4, dtype)
     tensors = [*pool.keys, *pool.values, *(tensor for scales in pool.scales if scales for tensor in scales)]
-    assert len(tensors) == len(shapes) * (4 if dtype == FP8 else 2)
+    assert len(tensors) == len(shapes) * (4 if dtype in (FP8, INT8) else 2)
     for (heads, dim), keys in zip(shapes, pool.keys, strict=True):
         assert keys.shape == (7, 4, heads, dim)
         assert keys.stride(3) == 1

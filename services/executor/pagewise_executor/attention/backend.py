@@ -1,6 +1,6 @@
 """The interface between the model's layers and an attention backend."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -83,13 +83,13 @@ class AttentionBackend:
     """Prepares the attention of each step of one model on ``device``. ``registry`` names the backends.
 
     ``layouts``: the layout of the KV pool for each value of ``--kv-layout`` that the backend supports.
-    ``layout_in_pages``: the layout of each page of a model with several groups of layers. ``float8``: it reads float8
-    KV.
+    ``layout_in_pages``: the layout of each page of a model with several groups of layers. ``kv_dtypes``: the values of
+    ``--kv-dtype`` that it reads, beside the model's own type.
     """
 
     layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers"}
     layout_in_pages: ClassVar[Layout] = "blocks"
-    float8: ClassVar[bool] = False
+    kv_dtypes: ClassVar[Sequence[str]] = ()
     _batch: BatchTables
 
     def __init__(self, device: torch.device) -> None:

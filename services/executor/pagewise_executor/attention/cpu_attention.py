@@ -32,6 +32,8 @@ class CpuStepAttention:
 class CpuBackend(AttentionBackend):
     """Prepares the attention of one model's steps on the CPU."""
 
+    kv_dtypes = ("int8",)
+
     def prepare(self, work: StepWork) -> CpuStepAttention:
         """Prepare a step from the block tables on the host."""
         batch = self._batch

@@ -4,7 +4,7 @@ import pkgutil
 from typing import Literal, NamedTuple
 
 import torch
-from pagewise_kernels.kv_layer import FP8
+from pagewise_kernels.kv_layer import FP8, INT8
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
@@ -39,6 +39,12 @@ BACKENDS = {
 }
 """By name: the value of ``--attention`` or ``--kv-mapping`` that asks for a backend, or of ``--kernels``."""
 
+_NEEDS = {
+    "fp8": "the Triton kernels",
+    "int8": "the CPU operations in C, with a model in float32 or bfloat16: on a GPU, take fp8",
+}
+"""The kernels that read KV of each type."""
+
 
 def named_backends(config: ExecutorConfig) -> dict[str, Backend]:
     """Return the backends that options name, by the option with its value."""
@@ -61,8 +67,10 @@ def kv_dtype_for(
     """
     if config.kv_dtype == "auto":
         return dtype
-    if not backend.float8:
-        raise ModelError("--kv-dtype fp8 needs the Triton kernels")
+    if config.kv_dtype not in backend.kv_dtypes:
+        raise ModelError(f"--kv-dtype {config.kv_dtype} needs {_NEEDS[config.kv_dtype]}")
+    if config.kv_dtype == "int8":
+        return INT8
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ModelError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or more")
     return FP8

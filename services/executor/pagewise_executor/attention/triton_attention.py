@@ -162,7 +162,7 @@ class TritonBackend(AttentionBackend):
     """
 
     layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers", "blocks": "blocks"}
-    float8 = True
+    kv_dtypes = ("fp8",)
 
     def __init__(
         self, device: torch.device, num_rows: int, max_model_len: int, block_size: int, *, deterministic: bool = False,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewise_kernels.kv_layer import FP8, KVLayer, Scales
+from pagewise_kernels.kv_layer import FP8, INT8, KVLayer, Scales
 from pagewise_shared.config import parse_size, size_text
 from pagewise_shared.errors import ModelError
 from pagewise_shared.start_checks import check_pool
@@ -67,7 +67,7 @@ class KVPool:
     overlap has a fourth: so many elements at the beginning of a vector are the key.
 
     ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
-    ``block * block_size + offset``. ``scales[layer]``: the scales of float8 KV, else None. ``layers``: keys, values and
+    ``block * block_size + offset``. ``scales[layer]``: of KV in eight bits, else None. ``layers``: keys, values and
     scales as kernels take them. ``device``: a CUDA device always has an index, because threads that copy to and from
     the pool make it their current device.
 
@@ -232,10 +232,10 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _parts(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:
-    """Return the parts of a block in groups: K and V of all layers, and with float8 their scales."""
+    """Return the parts of a block in groups: K and V of all layers, and in eight bits their scales."""
     stored = [*shapes, *(shape for shape in shapes if len(shape) == 2)]
     groups = [[_Part((block_size, shape[0], shape[1]), dtype) for shape in stored]]
-    if dtype == FP8:
+    if dtype in (FP8, INT8):
         groups.append([_Part((block_size, shape[0]), torch.float32) for shape in stored])
     return groups
 
@@ -260,7 +260,7 @@ def _view(memory: torch.Tensor, part: _Part) -> torch.Tensor:
 
 
 def bytes_per_block(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block: K and V of layers of ``shapes``, as ``KVPool`` explains, and float8's scales."""
+    """Return the bytes of one block: K and V of layers of ``shapes``, as ``KVPool`` explains, and their scales."""
     return sum(part.size for group in _parts(shapes, block_size, dtype) for part in group)
 
 

@@ -9,6 +9,7 @@ from pagewise_shared.protocol import SegmentMove, unpack_int32s
 
 from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.kv.kv_pool import KVPool
+from pagewise_executor.models.quantised_weight import quantise_inputs
 from pagewise_executor.step_work import Int64s
 
 _TOKENS_AT_ONCE = 8192
@@ -82,7 +83,15 @@ class SegmentMover:
 
                 move_tokens(layer, sources, targets, cos, sin, interleaved=rotation.interleaved)
             else:  # latents, whose values are parts of the keys; float8 is moved by the Triton kernel
-                layer.keys[target] = rotation.rotate(layer.keys[source].float(), cos, sin).to(layer.dtype)
+                keys, scales = layer.keys[source].float(), layer.scales
+                if scales is None:
+                    keys = rotation.rotate(keys, cos, sin)
+                else:  # int8: keys are scaled anew
+                    keys = rotation.rotate(keys * scales.keys[source][..., None], cos, sin)
+                    rounded, own = quantise_inputs(keys.flatten(0, 1), layer.dtype)
+                    keys, scales.keys[target] = rounded.view_as(keys), own.view(keys.shape[:2])
+                    scales.values[target] = scales.values[source]
+                layer.keys[target] = keys.to(layer.dtype)
                 layer.values[target] = layer.values[source]
 
     def _upload(self, numbers: Int64s) -> torch.Tensor:

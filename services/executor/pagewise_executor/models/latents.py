@@ -40,10 +40,10 @@ def check_latents(config: ExecutorConfig, text: Any) -> None:
     Raises:
         ModelError: they are not.
     """
-    if getattr(text, "kv_lora_rank", None) is not None and config.kv_dtype == "fp8":
+    if getattr(text, "kv_lora_rank", None) is not None and config.kv_dtype != "auto":
         raise ModelError(
-            f"--kv-dtype fp8: {config.model} (model_type {text.model_type}) has multi-head latent attention (MLA), "
-            "whose latents are kept in the type of the model only"
+            f"--kv-dtype {config.kv_dtype}: {config.model} (model_type {text.model_type}) has multi-head latent "
+            "attention (MLA), whose latents are kept in the type of the model only"
         )
 
 

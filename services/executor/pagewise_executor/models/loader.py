@@ -100,6 +100,8 @@ class LoadedModel:
     def block_format(self, kv_dtype: torch.dtype, kv_layout: str) -> str:
         """Return a hash of the properties that two executors must share to exchange blocks."""
         text = f"{self.shapes} {kv_dtype} {kv_layout} {self.kernels == 'triton'}"
+        if kv_dtype != self.dtype:
+            text += f" of {self.dtype}"
         if not self.ranks.alone:
             text += f" rank {self.ranks.rank} of {self.ranks.size}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]

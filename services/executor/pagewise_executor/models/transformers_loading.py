@@ -134,7 +134,7 @@ def load_with_transformers(
     fix_temperature(config.model, model)
     check_values(config.model, dict(model.named_parameters()), headers)
     absorb_latents(model)
-    if config.kv_dtype != "fp8":
+    if config.kv_dtype == "auto":
         store_once(model)
     return model, shards, rope, recurrent
 

@@ -1,0 +1,55 @@
+// Keys and values in eight bits: whole numbers up to 127, times a scale for each token and head.
+//
+// Where they are read, floats of some tokens of a head are made first, in memory that stays in the first or second level
+// cache. So queries and weights are not rounded, and all kernels that read keys and values in float32 read these.
+#pragma once
+
+#include "attention.h"
+
+typedef int8_t bytes __attribute__((vector_size(VEC)));
+
+// Write x [dim] and its scale. What is no number, or is infinite, makes the scale so, and with it all that is read.
+INLINE void store_int8(const float *x, long dim, int8_t *to, float *scale) {
+  ints sizes = {};
+  for (long d = 0; d < dim; d += VEC) {
+    ints size = (ints)load_some(x, d, smaller(VEC, dim - d), 0) & 0x7fffffff;
+    ints where = size > sizes;  // of positive floats, the greater one has the greater bits
+    sizes = (where & size) | (~where & sizes);
+  }
+  int32_t most = 0;
+  for (int i = 0; i < VEC; i++) most = sizes[i] > most ? sizes[i] : most;
+  float top;
+  memcpy(&top, &most, sizeof(top));
+  *scale = top / 127;
+  float inverse = top == 0 ? 0 : 127 / top;
+  // Adding 1.5 * 2^23 rounds to the nearest whole number, which the lowest bits are then.
+  for (long d = 0; d < dim; d += VEC) {
+    floats scaled = load_some(x, d, smaller(VEC, dim - d), 0) * inverse;
+    words shifted = (words)(scaled + 12582912.0f);
+    bytes result = __builtin_convertvector((ints)shifted, bytes);
+    memcpy(to + d, &result, smaller(VEC, dim - d));
+  }
+}
+
+// Make floats of the keys or values of ``count`` tokens, which lie ``offset`` behind ``tokens``; returns where they are.
+INLINE const void **widen_tokens(struct scratch *s, const void **tokens, long offset, const float *scales,
+                                 const long *scale_at, long count, long dim) {
+  long width = (dim + VEC - 1) / VEC * VEC;
+  for (long t = 0; t < count; t++) {
+    const int8_t *from = (const int8_t *)tokens[t] + offset;
+    float *to = s->wide + t * width, scale = scales[scale_at[t]];
+    s->wide_at[t] = to;
+    long d = 0;
+    for (; d + VEC <= dim; d += VEC) {
+      bytes x;
+      memcpy(&x, from + d, VEC);
+      store(to, d, __builtin_convertvector(x, floats) * scale, 0);
+    }
+    if (d < dim) {
+      bytes x = {};
+      memcpy(&x, from + d, dim - d);
+      store(to, d, __builtin_convertvector(x, floats) * scale, 0);
+    }
+  }
+  return s->wide_at;
+}
