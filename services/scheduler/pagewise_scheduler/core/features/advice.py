@@ -2,7 +2,8 @@
 
 A session is a conversation, whose turns follow each other. The blocks that its turns alone have used are predicted
 (see ``predicted_uses``): by the hints of its last turn, by later advice, or by what the session waits for, which is the
-tools that its last turn has called, or a person. Blocks of its last turn that the next one has not taken are not used again.
+tools that its last turn has called, or a person. Blocks of its last turn that the next one has not taken are not used
+again.
 
 Predictions concern blocks of full layers. Where layers are in several groups, the hints of requests alone count.
 """
