@@ -10,7 +10,7 @@ _SLOT_TYPES = (torch.int32, torch.int64)
 
 
 class Scales(NamedTuple):
-    """Scales of KV in eight bits, by token and head: ``keys``, ``values`` float32 [num_blocks, block_size, kv_heads]."""
+    """Scales of KV in eight bits, by token, head: ``keys``, ``values`` float32 [num_blocks, block_size, kv_heads]."""
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -3,17 +3,14 @@
 import random
 from pathlib import Path
 
-import msgspec
 import pytest
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_kernels.kv_layer import INT8
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-from tests.core_requests import change
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.runners import BLOCK_SIZE, build_runner, peers_at
-from tests.executor.test_segments import segmented
 from tests.model_builders import VOCAB_SIZE, model_fixture
 
 FAMILIES = ("llama", "gemma3", "qwen3_next")
@@ -81,24 +78,6 @@ def tokens_of(runner: ModelRunner, prompt: list[int], count: int) -> list[int]:
     asked = request(prompt, count)
     run_requests(runner, [asked])
     return asked.sequences[0].output_token_ids.tolist()
-
-
-def test_moved_keys_are_scaled_anew(llama: Path) -> None:
-    """The first token after a segment has nearly the log-probability that it has with exact KV."""
-    found = []
-    for kv_dtype in ("int8", "auto"):
-        runner = build_runner(llama, kernels="cpu", kv_dtype=kv_dtype)
-        document = [*range(40, 64)]
-        asked = [segmented([([7] * n, False), (document, True), ([9], False)], 1, f"r{n}") for n in (3, 5)]
-        for one in asked:
-            change(one, sampling=msgspec.structs.replace(one.params.sampling, logprobs=0))
-        scheduler, outputs = run_requests(runner, asked, max_num_seqs=1)
-        assert scheduler.features.segments.num_moved > 0
-        found.append([entry.logprob for out in outputs for entry in out.logprobs.values()])
-        runner.close()
-    assert len(found[1]) == 2
-    assert found[0] != found[1]
-    assert found[0] == pytest.approx(found[1], abs=0.02)
 
 
 def test_blocks_of_another_type_are_never_taken(llama: Path) -> None:

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -12,7 +13,8 @@ from pagewise_scheduler.core.scheduling.prefill_set import PrefillSet
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_shared.segments import ALL_BEFORE, make_segments, mark_segments
 
-from tests.core_requests import make_request
+from tests.core_requests import change, make_request
+from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.references import reference, segments_reference
 from tests.executor.runners import build_runner
@@ -100,6 +102,25 @@ def test_latents_are_moved(family: str, tmp_path: Path) -> None:
     build_model(family, tmp_path, seed=7)
     runner = build_runner(tmp_path, block_size=8)
     check(runner, load(tmp_path), rag_requests(random.Random(5), 4), max_num_batched_tokens=40)
+
+
+def test_moved_keys_in_eight_bits_are_scaled_anew(model_path: Path) -> None:
+    """The first token after a segment has nearly the log-probability that it has with exact KV."""
+    need_cpu_kernels()
+    found = []
+    for kv_dtype in ("int8", "auto"):
+        runner = build_runner(model_path, kernels="cpu", kv_dtype=kv_dtype)
+        document = [*range(40, 64)]
+        asked = [segmented([([7] * n, False), (document, True), ([9], False)], 1, f"r{n}") for n in (3, 5)]
+        for one in asked:
+            change(one, sampling=msgspec.structs.replace(one.params.sampling, logprobs=0))
+        scheduler, outputs = run_requests(runner, asked, max_num_seqs=1)
+        assert scheduler.features.segments.num_moved > 0
+        found.append([entry.logprob for out in outputs for entry in out.logprobs.values()])
+        runner.close()
+    assert len(found[1]) == 2
+    assert found[0] != found[1]
+    assert found[0] == pytest.approx(found[1], abs=0.02)
 
 
 @pytest.mark.parametrize("family", sorted(WITHOUT_ROPE))

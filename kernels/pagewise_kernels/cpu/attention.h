@@ -69,7 +69,7 @@ struct scratch {
   float keys[MAX_KEY * PANELS(TILE)];
   float values[TILE * PANELS(MAX_DIM)];
   const void *key_at[PIECE + VEC], *value_at[PIECE + VEC];
-  // of keys and values in eight bits: the index of a token's scale, and floats of some tokens
+  // of keys and values in eight bits: the index of a token's scales, and floats of a tile
   long scale_at[PIECE + VEC];
   float wide[TILE * MAX_DIM];
   const void *wide_at[TILE];
@@ -89,7 +89,7 @@ enum { INT8 = 2 };
 
 INLINE long size_of(int kv) { return kv == INT8 ? 1 : kv ? 2 : 4; }
 
-// The type in which kernels read keys and values: those in eight bits are made floats before.
+// The type in which kernels read packed keys and values: those in eight bits are made floats before.
 INLINE int type_read(int kv) { return kv == INT8 ? 0 : kv; }
 
 // Find the keys and values of one head at positions start .. stop of a sequence, and put them at s->key_at[i] and so on.

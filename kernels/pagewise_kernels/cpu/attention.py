@@ -78,10 +78,10 @@ class CpuStep:
         """Write k and v [tokens, kv_heads, head_dim] into the pool, attend with q [tokens, heads, head_dim].
 
         All have one type, float32 or bfloat16, and the pool has it too, or int8. ``window``: a query sees so many
-        tokens, itself included. With ``rotation``, queries and keys are rotated first, and ``q`` is changed in place. ``sinks`` [heads]: a logit of
-        each query head that takes part in its softmax without a value. ``attention_chunk``: a query sees the tokens of
-        its own chunk of so many tokens. Without ``write``, K and V are in the pool already. Of a layer of latents, v is
-        not read. Returns [tokens, heads, head_dim of a value].
+        tokens, itself included. With ``rotation``, queries and keys are rotated first, and ``q`` is changed in place.
+        ``sinks`` [heads]: a logit of each query head that takes part in its softmax without a value.
+        ``attention_chunk``: a query sees the tokens of its own chunk of so many tokens. Without ``write``, K and V are
+        in the pool already. Of a layer of latents, v is not read. Returns [tokens, heads, head_dim of a value].
 
         Raises:
             ValueError: shapes or strides do not fit. TypeError: types do not. MemoryError: there is none.

@@ -17,16 +17,26 @@ INLINE void fetch(const void **tokens, long offset, long count, long dim, int kv
       __builtin_prefetch((const char *)tokens[t] + offset * size_of(kv) + d, 0, 1);
 }
 
+// Multiply scores or weights [rows, count], each row at LINE, by the scales of their tokens: those of keys and values in
+// eight bits, which were read without them.
+INLINE void apply_scales(float *scores, long rows, const float *scales, const long *scale_at, long count) {
+  for (long t = 0; t < count; t += VEC) {
+    floats scale;
+    for (int i = 0; i < VEC; i++) scale[i] = scales[scale_at[t + i]];
+    for (long r = 0; r < rows; r++) store(scores + r * LINE, t, load(scores + r * LINE, t, 0) * scale, 0);
+  }
+}
+
 // Scores of ``rows`` query rows q [rows, vectors * VEC] and VEC keys each.
 INLINE void scores_in_place(int vectors, long rows, const float *q, const void **keys, long offset, long count,
-                            float *scores, int bf16) {
+                            float *scores, int kv) {
   for (long t = 0; t < count; t += VEC)
     for (long r = 0; r < rows; r++) {
       floats x[VEC];
       for (int i = 0; i < VEC; i++) {
-        const void *key = at(keys[t + i], offset, bf16);
-        x[i] = load(key, 0, bf16) * load(q + r * vectors * VEC, 0, 0);
-        for (int d = 1; d < vectors; d++) x[i] += load(key, d * VEC, bf16) * load(q + r * vectors * VEC, d * VEC, 0);
+        x[i] = load_kv(keys[t + i], offset, kv) * load(q + r * vectors * VEC, 0, 0);
+        for (int d = 1; d < vectors; d++)
+          x[i] += load_kv(keys[t + i], offset + d * VEC, kv) * load(q + r * vectors * VEC, d * VEC, 0);
       }
       store(scores + r * LINE, t, sums_of(x), 0);
     }
@@ -34,14 +44,13 @@ INLINE void scores_in_place(int vectors, long rows, const float *q, const void *
 
 // sums [rows, dim] += weights [rows, count] * values: ``rows`` is 1 or 2, and ``vectors`` of dim are held in registers.
 INLINE void values_in_place(int rows, int vectors, long dim, const float *weights, const void **values, long offset,
-                            long count, float *sums, int bf16) {
+                            long count, float *sums, int kv) {
   floats held[2][4];
   for (int r = 0; r < rows; r++)
     for (int d = 0; d < vectors; d++) held[r][d] = load(sums + r * dim, d * VEC, 0);
   for (long t = 0; t < count; t++) {
-    const void *value = at(values[t], offset, bf16);
     for (int d = 0; d < vectors; d++) {
-      floats v = load(value, d * VEC, bf16);
+      floats v = load_kv(values[t], offset + d * VEC, kv);
       for (int r = 0; r < rows; r++) held[r][d] += weights[r * LINE + t] * v;
     }
   }
@@ -50,17 +59,17 @@ INLINE void values_in_place(int rows, int vectors, long dim, const float *weight
 }
 
 INLINE void all_values_in_place(long rows, long dim, const float *weights, const void **values, long offset, long count,
-                                float *sums, int bf16) {
+                                float *sums, int kv) {
   for (long d = 0; d < dim;) {
     long r = 0;
     if (dim - d >= 4 * VEC) {
       for (; r + 2 <= rows; r += 2)
-        values_in_place(2, 4, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, bf16);
-      if (r < rows) values_in_place(1, 4, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, bf16);
+        values_in_place(2, 4, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, kv);
+      if (r < rows) values_in_place(1, 4, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, kv);
       d += 4 * VEC;
     } else {
       for (; r < rows; r++)
-        values_in_place(1, 1, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, bf16);
+        values_in_place(1, 1, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, kv);
       d += VEC;
     }
   }
@@ -114,17 +123,12 @@ INLINE void attend_in_place(const struct attention *a, struct scratch *s, long q
         fetch(s->key_at + t + n, offset, smaller(NEAR, count - t - n), dim, kv);
       else
         fetch(s->value_at, (head - first) * a->value_head, smaller(NEAR, count), dim, kv);
-      const void **keys = s->key_at + t;
-      if (kv == INT8) {
-        const float *scales = a->key_scales + (head - first) * a->scale_head;
-        keys = widen_tokens(s, keys, offset, scales, s->scale_at + t, (n + VEC - 1) / VEC * VEC, dim);
-        offset = 0;
-      }
       switch (dim / VEC) {
-        case 4: scores_in_place(4, group, s->q + row * dim, keys, offset, n, scores, type_read(kv)); break;
-        case 8: scores_in_place(8, group, s->q + row * dim, keys, offset, n, scores, type_read(kv)); break;
-        default: scores_in_place(dim / VEC, group, s->q + row * dim, keys, offset, n, scores, type_read(kv));
+        case 4: scores_in_place(4, group, s->q + row * dim, s->key_at + t, offset, n, scores, kv); break;
+        case 8: scores_in_place(8, group, s->q + row * dim, s->key_at + t, offset, n, scores, kv); break;
+        default: scores_in_place(dim / VEC, group, s->q + row * dim, s->key_at + t, offset, n, scores, kv);
       }
+      if (kv == INT8) apply_scales(scores, group, a->key_scales + (head - first) * a->scale_head, s->scale_at + t, n);
     }
   for (long r = 0; r < (last - first) * group; r++)
     s->totals[r] = piece_weights(s->scores + r * LINE, count, a->softcap, s->highs + r);
@@ -132,13 +136,9 @@ INLINE void attend_in_place(const struct attention *a, struct scratch *s, long q
   for (long t = 0; t < count; t += NEAR)
     for (long head = first; head < last; head++) {
       long row = (head - first) * group, n = smaller(NEAR, count - t), offset = (head - first) * a->value_head;
+      float *weights = s->scores + row * LINE + t;
       fetch(s->value_at + t + n, offset, smaller(NEAR, count - t - n), dim, kv);
-      const void **values = s->value_at + t;
-      if (kv == INT8) {
-        const float *scales = a->value_scales + (head - first) * a->scale_head;
-        values = widen_tokens(s, values, offset, scales, s->scale_at + t, n, dim);
-        offset = 0;
-      }
-      all_values_in_place(group, dim, s->scores + row * LINE + t, values, offset, n, s->sums + row * dim, type_read(kv));
+      if (kv == INT8) apply_scales(weights, group, a->value_scales + (head - first) * a->scale_head, s->scale_at + t, n);
+      all_values_in_place(group, dim, weights, s->value_at + t, offset, n, s->sums + row * dim, kv);
     }
 }

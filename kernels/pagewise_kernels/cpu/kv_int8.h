@@ -1,7 +1,7 @@
 // Keys and values in eight bits: whole numbers up to 127, times a scale for each token and head.
 //
-// Where they are read, floats of some tokens of a head are made first, in memory that stays in the first or second level
-// cache. So queries and weights are not rounded, and all kernels that read keys and values in float32 read these.
+// They become floats where they are read, so that queries and weights are not rounded. Where a token is read for one query,
+// its scales multiply scores and weights instead of its key and value.
 #pragma once
 
 #include "attention.h"
@@ -31,23 +31,25 @@ INLINE void store_int8(const float *x, long dim, int8_t *to, float *scale) {
   }
 }
 
-// Make floats of the keys or values of ``count`` tokens, which lie ``offset`` behind ``tokens``; returns where they are.
-INLINE const void **widen_tokens(struct scratch *s, const void **tokens, long offset, const float *scales,
-                                 const long *scale_at, long count, long dim) {
+// The VEC numbers at index i of a key or value, without its scale.
+INLINE floats load_kv(const void *p, long i, int kv) {
+  if (kv != INT8) return load(p, i, kv);
+  bytes x;
+  memcpy(&x, (const int8_t *)p + i, VEC);
+  return __builtin_convertvector(x, floats);
+}
+
+// Make floats of the keys or values at s->key_at or s->value_at, ``tokens``; returns where they are.
+INLINE const void **widen_tokens(struct scratch *s, const void **tokens, const float *scales, long count, long dim) {
   long width = (dim + VEC - 1) / VEC * VEC;
   for (long t = 0; t < count; t++) {
-    const int8_t *from = (const int8_t *)tokens[t] + offset;
-    float *to = s->wide + t * width, scale = scales[scale_at[t]];
+    float *to = s->wide + t * width, scale = scales[s->scale_at[t]];
     s->wide_at[t] = to;
     long d = 0;
-    for (; d + VEC <= dim; d += VEC) {
-      bytes x;
-      memcpy(&x, from + d, VEC);
-      store(to, d, __builtin_convertvector(x, floats) * scale, 0);
-    }
+    for (; d + VEC <= dim; d += VEC) store(to, d, load_kv(tokens[t], d, INT8) * scale, 0);
     if (d < dim) {
       bytes x = {};
-      memcpy(&x, from + d, dim - d);
+      memcpy(&x, (const int8_t *)tokens[t] + d, dim - d);
       store(to, d, __builtin_convertvector(x, floats) * scale, 0);
     }
   }

@@ -118,9 +118,9 @@ INLINE void attend_tiles(const struct attention *a, struct scratch *s, const str
       s->scale_at[i] = s->scale_at[unseen];
     }
     const void **keys = s->key_at, **values = s->value_at;
-    if (kv == INT8) keys = widen_tokens(s, keys, 0, a->key_scales, s->scale_at, count, dim);
+    if (kv == INT8) keys = widen_tokens(s, keys, a->key_scales, count, dim);
     pack_keys(keys, count, dim, s->keys, dim, type_read(kv));
-    if (kv == INT8) values = widen_tokens(s, values, 0, a->value_scales, s->scale_at, count, dim);
+    if (kv == INT8) values = widen_tokens(s, values, a->value_scales, count, dim);
     pack_values(values, count, a->value_dim, s->values, TILE, type_read(kv));
     // The scores of a band stay in the first level cache.
     for (long band = 0; band < rows; band += BAND)

@@ -9,7 +9,6 @@ from pagewise_shared.protocol import SegmentMove, unpack_int32s
 
 from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.models.quantised_weight import quantise_inputs
 from pagewise_executor.step_work import Int64s
 
 _TOKENS_AT_ONCE = 8192
@@ -88,8 +87,8 @@ class SegmentMover:
                     keys = rotation.rotate(keys, cos, sin)
                 else:  # int8: keys are scaled anew
                     keys = rotation.rotate(keys * scales.keys[source][..., None], cos, sin)
-                    rounded, own = quantise_inputs(keys.flatten(0, 1), layer.dtype)
-                    keys, scales.keys[target] = rounded.view_as(keys), own.view(keys.shape[:2])
+                    own = keys.abs().amax(-1).clamp_min(1e-12) / 127
+                    keys, scales.keys[target] = (keys / own[..., None]).round(), own
                     scales.values[target] = scales.values[source]
                 layer.keys[target] = keys.to(layer.dtype)
                 layer.values[target] = layer.values[source]
