@@ -67,8 +67,8 @@ def _attend_to_int8(
     """Compute attention with K and V [1, heads, tokens, head_dim] that are rounded by token and head."""
     rounded = (quantise_inputs(part.flatten(0, -2), torch.int8) for part in (key, value))
     key, value = (values.mul_(scales).view(key.shape) for values, scales in rounded)
-    interfaces: Any = AttentionInterface
-    return interfaces()["sdpa"](module, query, key, value, *mask, **options)
+    interface: Any = AttentionInterface
+    return interface()["sdpa"](module, query, key, value, *mask, **options)
 
 
 def _differences(exact: Any, other: Any, texts: list[torch.Tensor]) -> dict[str, Any]:

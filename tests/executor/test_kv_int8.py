@@ -2,16 +2,20 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_kernels.kv_layer import INT8
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
 from tests.executor.runners import BLOCK_SIZE, build_runner, peers_at
-from tests.model_builders import VOCAB_SIZE, model_fixture
+from tests.model_builders import VOCAB_SIZE, build_model, model_fixture
 
 FAMILIES = ("llama", "gemma3", "qwen3_next")
 """One group of layers, windows beside full attention, and recurrent layers, whose states stay in the model's type."""
@@ -25,19 +29,44 @@ def int8_runner(path: Path, **options: object) -> ModelRunner:
     return build_runner(path, kernels="cpu", kv_dtype="int8", **options)
 
 
-def test_logits_are_nearly_the_exact_ones(model_path: Path) -> None:
+def attend_to_rounded(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **options: Any
+) -> Any:
+    """Compute attention with K and V that are rounded to eight bits, with a scale by token and head."""
+    scales = [part.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127 for part in (key, value)]
+    key, value = ((part / one).round() * one for part, one in zip((key, value), scales, strict=True))
+    interfaces: Any = AttentionInterface
+    return interfaces()["sdpa"](module, query, key, value, *mask, **options)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma4", "gemma4_moe"])
+def test_logits_are_those_of_transformers_with_rounded_kv(family: str, tmp_path: Path) -> None:
+    AttentionInterface.register("rounded", attend_to_rounded)
+    AttentionMaskInterface.register("rounded", sdpa_mask)
+    build_model(family, tmp_path, seed=7)
+    prompt = list(range(5, 50))
+    runner = int8_runner(tmp_path)
+    _, outputs = run_requests(runner, [request(prompt, 1, prompt_logprobs=0)], max_num_batched_tokens=7)
+    runner.close()
+    found = [entry.logprob for out in outputs for _, entries in out.prompt_logprobs for entry in entries]
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="rounded")
+    with torch.inference_mode():
+        expected = model.eval()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert found == pytest.approx(expected[torch.arange(44), torch.tensor(prompt[1:])].tolist(), abs=0.01)
+
+
+def test_logits_in_bfloat16_are_nearly_the_exact_ones(model_path: Path) -> None:
     found = []
-    for options in {"kv_dtype": "int8"}, {"kv_dtype": "int8", "dtype": "bfloat16"}, {}, {"dtype": "bfloat16"}:
+    for options in {"kv_dtype": "int8"}, {}:
         need_cpu_kernels()
-        runner = build_runner(model_path, kernels="cpu", **options)
+        runner = build_runner(model_path, kernels="cpu", dtype="bfloat16", **options)
         _, outputs = run_requests(runner, [request(list(range(5, 50)), 1, prompt_logprobs=0)], max_num_batched_tokens=7)
         found.append([entry.logprob for out in outputs for _, entries in out.prompt_logprobs for entry in entries])
         runner.close()
-    int8, int8_of_bfloat16, exact, bfloat16 = found
+    int8, exact = found
     assert len(exact) == 44
     assert int8 != exact
-    assert int8 == pytest.approx(exact, abs=0.02)
-    assert int8_of_bfloat16 == pytest.approx(bfloat16, abs=0.1)
+    assert int8 == pytest.approx(exact, abs=0.1)
 
 
 def test_a_block_has_values_and_scales(llama: Path) -> None:

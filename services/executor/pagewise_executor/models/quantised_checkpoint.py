@@ -290,8 +290,8 @@ def _refuse(*errors: tuple[object, str]) -> None:
 
 
 def _warn_of_kv_scales(name: str, kv_dtype: str) -> None:
-    stays = "KV is kept in float8 with scales of its own, by token and head (--kv-dtype fp8)"
-    if kv_dtype != "fp8":
+    stays = f"KV is kept in eight bits with scales of its own, by token and head (--kv-dtype {kv_dtype})"
+    if kv_dtype == "auto":
         stays = "KV is kept in the model's type; --kv-dtype fp8 keeps it in float8, with scales by token and head"
     log.warning("%s has a kv_cache_scheme, whose scales are not used: %s", name, stays)
 
