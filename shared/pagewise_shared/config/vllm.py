@@ -66,7 +66,7 @@ ALIASES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "--num-gpu-blocks-override": ("num_blocks", str),
     "--kv-cache-dtype": (
         "kv_dtype",
-        {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8", "int8_per_token_head": "int8"}.__getitem__,
+        {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8", "int8_per_token_head": "int8"}.__getitem__,  # nosec B105 # no secret
     ),
     "--kv-offloading-size": ("host_memory", _gib),
     "--api-key": ("api_keys", _api_keys),
