@@ -101,7 +101,7 @@ async def test_openai_clients_send_hints_in_extra_fields() -> None:
             model=MODEL,
             messages=[{"role": "user", "content": parts}],
             max_tokens=2,
-            prompt_cache_options={"mode": "explicit", "ttl": "30m"},
+            extra_body={"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}},  # openai 2.0 has no argument of it
         )
         assert server.scheduler.last.params.reuse.retention == 12 * 3600
 
