@@ -1,4 +1,4 @@
-"""What sessions and announcements of next turns are worth: time to the first token, and tokens that are computed again.
+"""The benefit of sessions and of hints on next turns: time to the first token, and tokens that are computed again.
 
 The sessions of the agentic trace, several times, or of agents with sub-agents (``subagents.py``), begin by a Poisson
 process and keep their think times, under the virtual clock of ``pagewise replay``.
@@ -42,7 +42,7 @@ NUM_KEYS = 8
 _LONGEST_THINKING = 3600.0
 _LATEST = 1e12
 _TOKEN_SECONDS = 0.005
-"""About what a token of an answer takes."""
+"""The seconds of a token of an answer, roughly."""
 _TOKENS_AT_ONCE = 8
 """To save the time of the replay, a step decodes so many tokens of an answer, and takes so many times as long."""
 
@@ -126,7 +126,7 @@ class Oracle(LeastRecentlyUsed):
 
 
 class Speaker:
-    """What clients and gateways say of sessions in one mode. ``next_turns``: think times of next turns, by request."""
+    """The hints of clients and gateways in one mode. ``next_turns``: think times of next turns, by request."""
 
     def __init__(self, mode: Mode, load: Turns) -> None:
         self._mode, self._load = mode, load
@@ -225,7 +225,7 @@ def replayed(case: Case, load: Turns) -> dict[str, Any]:
 
 
 def summary(served: list[Served], load: Turns) -> dict[str, Any]:
-    """Return the numbers of a replay, of all API keys, those with even and with odd numbers, and each alone."""
+    """Return the results of a replay: of all API keys, of keys with even and odd numbers, and of each key."""
     numbers: dict[str, Any] = {}
     keys = range(NUM_KEYS)
     groups = {"all": keys, "even": keys[::2], "odd": keys[1::2]} | {f"key {key}": keys[key : key + 1] for key in keys}

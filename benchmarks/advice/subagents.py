@@ -19,7 +19,7 @@ _SYSTEM_TOKENS = 14_656
 """The beginning that all agents share: tools and system prompt."""
 _MOST_TOKENS, _LONGEST_THINKING = 120_000, 3600.0
 _TOKEN_SECONDS = 0.005
-"""About what a token of an answer takes; to know which sub-agent ends last."""
+"""The seconds of a token of an answer, roughly, from which it follows which sub-agent ends last."""
 _DELEGATE = "delegate"
 
 
@@ -121,7 +121,7 @@ class _Agents:
         return self._rng.lognormvariate(log(tool.median), tool.deviation) if tool is not None else 0.0
 
     def _grown(self, blocks: list[int], size: int, added: int) -> tuple[list[int], int]:
-        """Append tokens, which nobody else has, to a prompt."""
+        """Append tokens to a prompt that no other prompt has."""
         size += added
         first = self._num_blocks + 1
         self._num_blocks += size // self._block - len(blocks)

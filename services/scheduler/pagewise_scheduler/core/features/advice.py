@@ -206,7 +206,7 @@ class Advice(Feature):
         return self._predicted.time(source, SECONDS)
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
-        """Predict blocks from now on. The new tick makes their earlier entries in eviction queues stale."""
+        """Predict the next use of blocks, counted from now, and offer them to eviction by this prediction."""
         tick = self._kv.pool.policy.tick()
         for node in nodes:
             node.prediction, node.last_used = prediction, tick
