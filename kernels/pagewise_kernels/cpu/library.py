@@ -1,4 +1,4 @@
-"""Loads the library that fits this processor, and the parallel regions of torch's own OpenMP runtime."""
+"""Loads the library that fits this processor, and has memory for its results."""
 
 import ctypes
 import functools
@@ -158,19 +158,13 @@ def has_fast_products() -> bool:
 
 @functools.cache
 def parallel_regions() -> int | None:
-    """Return the address of GOMP_parallel in the OpenMP runtime that torch has loaded; None if there is none.
-
-    LLVM's and Intel's runtimes have it as well as GNU's.
-    """
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
-    except AttributeError:
-        return None
+    """Return the address of ``pagewise_parallel``, which runs an operation on a team of threads."""
+    return ctypes.cast(load_library().pagewise_parallel, ctypes.c_void_p).value
 
 
 def threads() -> int:
     """Return the number of threads to compute with: torch's."""
-    return torch.get_num_threads() if parallel_regions() is not None else 1
+    return torch.get_num_threads()
 
 
 def _variants() -> list[Variant]:

@@ -187,13 +187,10 @@ def _error_for_triton(layers: Sequence[AttentionShape]) -> str:
 def _error_of_cpu_kernels(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cpu":
         return f"they run on the CPU, not on {device}"
-    from pagewise_kernels.cpu.library import parallel_regions
     from pagewise_kernels.cpu.operations import TYPES
 
     if dtype not in TYPES:
         return f"they do not compute in {str(dtype).removeprefix('torch.')}"
-    if torch.get_num_threads() > 1 and parallel_regions() is None:
-        return "torch's OpenMP runtime has no GOMP_parallel, so they would compute on one thread"
     return _error_of_library()
 
 
