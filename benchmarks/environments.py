@@ -58,18 +58,36 @@ def packages(listed: Path) -> Path:
     return folder
 
 
-def openvino_model(interpreter: Path, model: Path) -> Path:
-    """A model exported to OpenVINO in float32."""
-    weights = hashlib.sha256()
-    for path in [*sorted(model.glob("*.safetensors")), model / "config.json"]:
-        weights.update(path.read_bytes())
-    exported = _kept() / "models" / f"openvino-{weights.hexdigest()[:12]}"
+def openvino_model(interpreter: Path, model: Path, weights: str = "fp32") -> Path:
+    """A model exported to OpenVINO, with weights in ``fp32`` or ``int4``."""
+    exported = _converted(model, "openvino" if weights == "fp32" else f"openvino-{weights}")
     if not (exported / "openvino_model.bin").exists():
-        print(f"exporting {model} to OpenVINO", file=sys.stderr)
+        print(f"exporting {model} to OpenVINO in {weights}", file=sys.stderr)
         command = ["export", "openvino", "--model", str(model), "--task", "text-generation-with-past"]
         subprocess.run(
-            [str(interpreter.with_name("optimum-cli")), *command, "--weight-format", "fp32", str(exported)],
+            [str(interpreter.with_name("optimum-cli")), *command, "--weight-format", weights, str(exported)],
             check=True,
             stdout=sys.stderr,
         )
     return exported
+
+
+def gguf_model(interpreter: Path, model: Path, kind: str) -> Path:
+    """A Llama as a GGUF file that llama.cpp has quantised: ``Q4_0``, ``Q4_K_M`` or another of its formats."""
+    written = _converted(model, f"gguf-{kind}").with_suffix(".gguf")
+    if not written.exists():
+        print(f"writing {model} as GGUF in {kind}", file=sys.stderr)
+        script = Path(__file__).parent / "serving" / "peers" / "llama_cpp_model.py"
+        partial = written.with_suffix(".partial")
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([str(interpreter), str(script), str(model), kind, str(partial)], check=True, stdout=sys.stderr)
+        partial.replace(written)
+    return written
+
+
+def _converted(model: Path, form: str) -> Path:
+    """Where a model is kept in another form, by the hash of its files."""
+    weights = hashlib.sha256()
+    for path in [*sorted(model.glob("*.safetensors")), model / "config.json"]:
+        weights.update(path.read_bytes())
+    return _kept() / "models" / f"{form}-{weights.hexdigest()[:12]}"

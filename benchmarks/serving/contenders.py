@@ -20,6 +20,8 @@ from benchmarks.serving.clients import drive
 from benchmarks.serving.workloads import Work
 
 _FOLDER = Path(__file__).parent
+_SEQUENCES = 16
+"""That llama.cpp has room for, each with 512 tokens."""
 _WARM_UP = [Work([11] * 8, 4)] * 4
 
 
@@ -143,20 +145,31 @@ def _transformers(method: str, model_path: str, device: str, dtype: str) -> Cont
     return Child([sys.executable, script, method, model_path, device, dtype])
 
 
-def _openvino_genai(cache: str, model_path: str, device: str, dtype: str) -> Contender:
+def _openvino_genai(cache: str, weights: str, model_path: str, device: str, dtype: str) -> Contender:
     if (device, dtype) != ("cpu", "float32"):
         raise ValueError("OpenVINO GenAI is compared on the CPU in float32")
     python = environments.python(_FOLDER / "peers" / "openvino-genai.txt", torch=True)
-    exported = environments.openvino_model(python, Path(model_path))
+    exported = environments.openvino_model(python, Path(model_path), weights)
     script = str(_FOLDER / "peers" / "openvino_genai_engine.py")
-    return Child([str(python), script, str(exported), cache])
+    return Child([str(python), script, str(exported), cache, "float32" if weights == "fp32" else "default"])
+
+
+def _llama_cpp(kind: str, model_path: str, device: str, dtype: str) -> Contender:
+    if device != "cpu":
+        raise ValueError("llama.cpp is compared on the CPU")
+    python = environments.python(_FOLDER / "peers" / "llama-cpp.txt")
+    file = environments.gguf_model(python, Path(model_path), kind)
+    return Child([str(python), str(_FOLDER / "peers" / "llama_cpp_engine.py"), str(file), str(_SEQUENCES)])
 
 
 ENGINES: dict[str, Callable[[str, str, str], Contender]] = {
     "generate": lambda *model: _transformers("generate", *model),
     "generate_batch": lambda *model: _transformers("generate_batch", *model),
-    "openvino-genai": lambda *model: _openvino_genai("no-prefix-cache", *model),
-    "openvino-genai-prefix-cache": lambda *model: _openvino_genai("prefix-cache", *model),
+    "openvino-genai": lambda *model: _openvino_genai("no-prefix-cache", "fp32", *model),
+    "openvino-genai-prefix-cache": lambda *model: _openvino_genai("prefix-cache", "fp32", *model),
+    "openvino-genai-int4": lambda *model: _openvino_genai("no-prefix-cache", "int4", *model),
+    "llama-cpp-q4_0": lambda *model: _llama_cpp("Q4_0", *model),
+    "llama-cpp-q4_k_m": lambda *model: _llama_cpp("Q4_K_M", *model),
 }
 
 

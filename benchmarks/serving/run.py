@@ -7,7 +7,8 @@
 
 Contenders: ``pagewise`` (``pagewise serve`` in its own processes, driven over HTTP; options after a colon),
 ``generate`` and ``generate_batch`` (transformers' static batch, padded to the longest, and its continuous batching),
-``openvino-genai`` with or without its prefix cache, and any OpenAI-compatible server by its URL. Engines other than
+``openvino-genai`` with or without its prefix cache, ``openvino-genai-int4``, ``llama-cpp-q4_0`` and
+``llama-cpp-q4_k_m`` (of up to 16 requests), and any OpenAI-compatible server by its URL. Engines other than
 servers run without HTTP, each in a process of its own. They take turns, every round has new prompts, also beside a busy
 process, and every number is a median over the rounds. Useful tokens are the requested ones; CPU seconds are user
 plus system time of all processes that serve, without loading. ``--beside busy``: a process that never rests keeps the
@@ -114,7 +115,7 @@ def report(results: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="model directory (default: a random model of --shape)")
-    parser.add_argument("--shape", default="49m", choices=SHAPES, help="a Llama of 49M parameters, or Qwen3-0.6B's")
+    parser.add_argument("--shape", default="49m", choices=SHAPES, help="of the random model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=32)

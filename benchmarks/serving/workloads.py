@@ -71,7 +71,11 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 15, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 64,
     }),
-    # But for its vocabulary, whose tokens need a text each.
+    # But for their vocabularies, whose tokens need a text each.
+    "llama-3.2-1b": ("LlamaConfig", {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64,
+    }),
     "qwen3-0.6b": ("Qwen3Config", {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128,

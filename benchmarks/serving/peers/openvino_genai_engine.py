@@ -1,6 +1,6 @@
-"""OpenVINO GenAI's continuous batching in float32, with KV in float32, with or without its prefix cache.
+"""OpenVINO GenAI's continuous batching with or without its prefix cache: all in float32, or as it computes by default.
 
-    python openvino_genai_engine.py MODEL prefix-cache|no-prefix-cache
+    python openvino_genai_engine.py MODEL prefix-cache|no-prefix-cache float32|default
 
 It runs in an environment of its own (``benchmarks/environments.py``) and imports nothing of Pagewise. It speaks JSON
 lines on standard input and output: "ready", then an answer for each list of requests (``Child`` in ``contenders.py``).
@@ -20,11 +20,12 @@ _FLOAT32 = {"KV_CACHE_PRECISION": "f32", "INFERENCE_PRECISION_HINT": "f32"}
 
 
 def main() -> None:
-    path, cache = sys.argv[1:]
+    path, cache, precision = sys.argv[1:]
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = _CACHE_GB
     scheduler.enable_prefix_caching = cache == "prefix-cache"
-    pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", _FLOAT32)
+    properties = _FLOAT32 if precision == "float32" else {}
+    pipeline = openvino_genai.ContinuousBatchingPipeline(path, scheduler, "CPU", properties)
     print('"ready"', flush=True)
     for line in sys.stdin:
         works = json.loads(line)
