@@ -9,6 +9,7 @@ from pagewise_shared.protocol import (
     CancelCopies,
     CompileGrammar,
     Copied,
+    DropStored,
     Found,
     GrammarCompiled,
     Hello,
@@ -18,12 +19,13 @@ from pagewise_shared.protocol import (
     Message,
     StepPlan,
     StepResult,
+    StoredDropped,
     Welcome,
 )
 
-BesideSteps = CancelCopies | LookUp | LoadAdapter | CompileGrammar
+BesideSteps = CancelCopies | LookUp | DropStored | LoadAdapter | CompileGrammar
 """Messages of the scheduler that wait for no step, and that no step waits for."""
-Report = Callable[[Copied | Found | AdapterLoaded | GrammarCompiled], None]
+Report = Callable[[Copied | Found | StoredDropped | AdapterLoaded | GrammarCompiled], None]
 """Takes a runner's messages beside the results of steps; called on any thread."""
 
 

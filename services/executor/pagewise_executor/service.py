@@ -20,6 +20,7 @@ from pagewise_shared.protocol import (
     CompileGrammar,
     Copied,
     Drain,
+    DropStored,
     Found,
     Goodbye,
     GrammarCompiled,
@@ -35,6 +36,7 @@ from pagewise_shared.protocol import (
     StepError,
     StepPlan,
     StepResult,
+    StoredDropped,
     Welcome,
     decode_from_scheduler,
     encode,
@@ -180,7 +182,9 @@ class ExecutorService:
         await self._socket.send(encode(message))
 
     def _post(
-        self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied | Found | AdapterLoaded | GrammarCompiled
+        self,
+        loop: asyncio.AbstractEventLoop,
+        result: StepResult | Copied | Found | StoredDropped | AdapterLoaded | GrammarCompiled,
     ) -> None:
         """Send a result. Called on other threads, where it is encoded, so that the event loop stays free."""
         frame = encode(result)
@@ -311,7 +315,7 @@ class ExecutorService:
                         self._rejoin()
                 case HeartbeatAck():
                     self._detector.beat(monotonic())
-                case CancelCopies() | LookUp() | LoadAdapter() | CompileGrammar():
+                case CancelCopies() | LookUp() | DropStored() | LoadAdapter() | CompileGrammar():
                     worker.handle(message)
                 case Drain():
                     self.stop("drained")

@@ -7,4 +7,5 @@ from pagewise_shared.protocol.gateway_messages import *
 from pagewise_shared.protocol.limits import *
 from pagewise_shared.protocol.messages import *
 from pagewise_shared.protocol.steps import *
+from pagewise_shared.protocol.storage import *
 from pagewise_shared.protocol.tiers import *

@@ -332,11 +332,13 @@ class ResetCache(Message, frozen=True):
     ``QueryAnswer`` with the same ``number`` answers, with the JSON of a ``CacheReset``.
 
     ``salt``: the cache salt whose blocks are released, with all salts that begin with it and a slash. Empty: all salts.
+    ``external``: the blocks of this model in ``HASH_TIERS`` are deleted too.
     """
 
     epoch: int
     number: int
     salt: str = ""
+    external: bool = False
 
 
 AdviceKind = Literal["willneed", "cold", "dontneed", "pin", "unpin", "fork", "end", "called"]

@@ -3,7 +3,7 @@
 import fcntl
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.block_names import chain, checksum
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.disk import DiskTier
+from pagewise_executor.tiers.hashed import NO_SALTS
 from pagewise_executor.tiers.host import HostTier
 from pagewise_executor.tiers.host_memory import HostMemory, NamedMemory
 from pagewise_executor.tiers.make_tiers import make_tiers
 from pagewise_executor.tiers.tier import Rows
-from pagewise_shared.block_hash import BlockName, pack_names, root_hash
+from pagewise_shared.block_hash import BlockHash, BlockName, pack_names, root_hash
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import (
@@ -100,10 +101,10 @@ class Slow(DiskTier):
         assert self.gate.wait(20)
         return super().load(names, rows)
 
-    def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+    def store(self, names: Sequence[BlockName], rows: Rows, salts: Mapping[BlockHash, bytes] = NO_SALTS) -> list[bool]:
         self.writes.set()
         assert self.gate.wait(20)
-        return super().store(names, rows)
+        return super().store(names, rows, salts)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pagewise_shared.protocol import (
     AdapterLoaded,
     CancelCopies,
     Copied,
+    DropStored,
     Found,
     GroupedStepPlan,
     Inventory,
@@ -16,6 +17,7 @@ from pagewise_shared.protocol import (
     LookUp,
     Message,
     StepPlan,
+    StoredDropped,
     Welcome,
 )
 
@@ -121,8 +123,19 @@ class Failed(Message, frozen=True):
     final: bool = False
 
 
-ToRank = StepPlan | GroupedStepPlan | Welcome | CancelCopies | LookUp | LoadAdapter | ListBlocks | Offered | Stop
-FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | AdapterLoaded
+ToRank = (
+    StepPlan
+    | GroupedStepPlan
+    | Welcome
+    | CancelCopies
+    | LookUp
+    | DropStored
+    | LoadAdapter
+    | ListBlocks
+    | Offered
+    | Stop
+)
+FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | StoredDropped | AdapterLoaded
 
 ToNode = Heartbeat | Rejected | Admitted
 FromNode = Join | Ended

@@ -4,7 +4,8 @@ Executors of one machine share the folder, and executors of several machines sha
 under a temporary name and then renamed, so two executors may write the same block at once, and a checksum finds a block
 that a crash has cut off. Another user who may write to the folder (/tmp, or a mount that several users share) could put
 blocks there, so only files of the executor's own user are read. The name of a file has the hashes of its block and of
-the block before it, so eviction needs only a listing to know the order of blocks.
+the block before it, so eviction needs only a listing to know the order of blocks. The first block of a prefix has the
+tags of its cache salt in its header.
 """
 
 import errno
@@ -12,7 +13,7 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, count
@@ -21,18 +22,21 @@ from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
-from pagewise_shared.block_hash import BlockName, root_hash
+from pagewise_shared.block_hash import BlockHash, BlockName, root_hash
 from pagewise_shared.errors import ConfigError
 
 from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
+    SALTS_BYTES,
+    SCRATCH,
     descendants,
     fingerprint_of,
     header,
     is_sound,
+    of_salt,
     short_hash,
 )
-from pagewise_executor.tiers.hashed import SCRATCH, HashedTier
+from pagewise_executor.tiers.hashed import NO_SALTS, HashedTier
 from pagewise_executor.tiers.tier import Rows
 
 _PAGE = 4096
@@ -139,20 +143,21 @@ class DiskTier(HashedTier):
             os.close(descriptor)
         return done == self._file_bytes
 
-    def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+    def store(self, names: Sequence[BlockName], rows: Rows, salts: Mapping[BlockHash, bytes] = NO_SALTS) -> list[bool]:
         """Write blocks that are not there, then evict if the folder is full. Return for each whether it is there."""
         written = [
             # Blocks that measure how long writing takes are written again.
-            (name.parent != SCRATCH and self._touch(name)) or self._store_one(name, row)
+            (name.parent != SCRATCH and self._touch(name)) or self._store_one(name, row, salts.get(name.hash, b""))
             for name, row in zip(names, rows, strict=True)
         ]
         self._make_room()
         return written
 
-    def _store_one(self, name: BlockName, row: Rows) -> bool:
+    def _store_one(self, name: BlockName, row: Rows, salt: bytes) -> bool:
         path = self._path(name)
         temporary = f"{path}.{uuid.getnode():x}.{os.getpid()}.{next(self._numbers)}{_TEMPORARY}"
-        content = [header(name, row), bytes(_PAGE - HEADER_BYTES), row.tobytes(), bytes(-len(row) % _PAGE)]
+        start = (header(name, row) + salt).ljust(_PAGE, b"\0")
+        content = [start, row.tobytes(), bytes(-len(row) % _PAGE)]
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
@@ -174,6 +179,33 @@ class DiskTier(HashedTier):
         with self._lock:
             self._used += self._file_bytes
         return True
+
+    def delete(self, names: Iterable[BlockName]) -> int:
+        """Delete the files of blocks. Return how many there were.
+
+        Raises:
+            OSError: a file cannot be deleted.
+        """
+        return self._unlink(map(self._path, names))
+
+    def delete_salt(self, tag: bytes) -> int:
+        """Delete the files of the blocks of a ``salt_tag``, or all (empty). Return how many there were.
+
+        Raises:
+            OSError: a file cannot be read or deleted.
+        """
+        files: dict[str, list[StoredFile]] = {}
+        for file in _list(self._folder):
+            files.setdefault(file.own, []).append(file)
+        parents = {own: each[0].parent for own, each in files.items()}
+        chosen = of_salt(parents, lambda owns: (_salt_of(files[own][0].path) for own in owns), tag)
+        return self._unlink(file.path for own in chosen for file in files[own])
+
+    def _unlink(self, paths: Iterable[str]) -> int:
+        num_deleted = _unlink(paths)
+        with self._lock:
+            self._used = max(0, self._used - num_deleted * self._file_bytes)
+        return num_deleted
 
     def close(self) -> None:
         """Void all jobs, and end all threads."""
@@ -272,11 +304,25 @@ def wipe(folder: Path, salt: str | None) -> int:
             paths.setdefault(file.own, []).append(file.path)
             parents[file.own] = file.parent
         root = f"{content.name} {short_hash(root_hash(fingerprint_of(content.name), salt))}"
-        for path in (path for own in descendants(parents, root) for path in paths[own]):
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-                num_wiped += 1
+        num_wiped += _unlink(path for own in descendants(parents, [root]) for path in paths[own])
     return num_wiped
+
+
+def _unlink(paths: Iterable[str]) -> int:
+    """Delete files; return how many there were."""
+    num_deleted = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+            num_deleted += 1
+    return num_deleted
+
+
+def _salt_of(path: str) -> bytes:
+    """Return the ``salt_tags`` in a file; nothing if it is gone."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        return file.read(HEADER_BYTES + SALTS_BYTES)[HEADER_BYTES:]
+    return b""
 
 
 def _check_own(status: os.stat_result, path: str | Path) -> None:

@@ -27,6 +27,8 @@ from pagewise_scheduler.core.requests.timeline import Reset
 from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput, failed
+from pagewise_scheduler.core.tiers.hashed import HashedTier
+from pagewise_scheduler.core.tiers.stored_drops import drop_salt
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.server.executor_stats import ExecutorStats
@@ -332,6 +334,10 @@ class ExecutorHandle:
         """Ask the executor how much of a prefix one of its tiers holds; it answers with ``Found``."""
         root = self.scheduler.kv.pool.tree.root_hash(cache_salt)
         self._send(LookUp(self.scheduler.epoch, number, tier, root, tokens))
+
+    def drop_salt(self, number: int, tier: HashedTier, salt: str) -> None:
+        """Have the executor delete the blocks of a cache salt in a tier; it answers with ``StoredDropped``."""
+        self._send(drop_salt(self.scheduler, tier, number, salt))
 
     # ---- leaving -------------------------------------------------------------------------------------
 

@@ -117,6 +117,12 @@ class HashedTier(Tier):
         for node in chain(ancestors(nodes[0].parent), behind) if windows and nodes else ():
             node.flags &= ~windows  # some of them may be the reason
 
+    def dropped(self, node: CachedBlock) -> None:
+        """The block is about to be deleted here: if it is used again, it is written again."""
+        node.flags &= ~(self._bit | self._begun)
+        for group in self.windows:
+            node.flags &= ~self._window_bit(group)
+
     def _lacking(self, last_node: CachedBlock, num_stored: int) -> list[CachedBlock]:
         """The blocks up to ``last_node`` that do not lie here, the last one first; ``last_node`` itself if its windows
         may be lacking."""
