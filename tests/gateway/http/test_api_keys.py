@@ -266,15 +266,18 @@ async def test_operators_reset_the_cache(key_file: Path) -> None:
             ("?key=bob", None),
             ("", {"salt": "all"}),
             ("", {"key": "alice", "reset_external": False}),
+            ("", {"key": "alice", "reset_external": True}),
         ):
             async with server.http.post(server.url + path + query, json=body, headers=ops) as response:
                 assert (response.status, await response.json()) == (200, {"executors": []})
-        assert server.scheduler.resets == ["", "group:g/x", "key:bob", "all", "key:alice"]
-        for wrong in ({"salt": "a", "key": "b"}, {"salt": ""}, {"reset_external": True}, {"sault": "a"}):
+        salts = ["", "group:g/x", "key:bob", "all", "key:alice", "key:alice"]
+        assert server.scheduler.resets == [(salt, number == 5) for number, salt in enumerate(salts)]
+        deep = {"salt": "/".join("a" * 31), "reset_external": True}
+        for wrong in ({"salt": "a", "key": "b"}, {"salt": ""}, {"reset_running_requests": True}, {"sault": "a"}, deep):
             assert (await server.post(path, wrong, **ops))[0] == 400
         assert (await server.http.post(server.url + path + "?sault=a", headers=ops)).status == 400
         assert (await server.post(path + "?key=bob", {}, **ops))[0] == 400, "else the caches of all keys were reset"
-        assert len(server.scheduler.resets) == 5
+        assert len(server.scheduler.resets) == 6
         async with server.http.get(server.url + "/debug/cache?key=bob&limit=x", headers=ops) as response:
             assert response.status == 400
 

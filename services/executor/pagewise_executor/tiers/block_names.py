@@ -65,8 +65,8 @@ def of_salt(parents: Mapping[str, str], tags_of: Callable[[Sequence[str]], Itera
     ``descendants``. ``tags_of``: returns the stored ``salt_tags`` of each of some blocks; empty: none are stored.
     """
     if not tag:
-        return [own for own, parent in parents.items() if parent != _SCRATCH]
-    owns = [own for own, parent in parents.items() if parent not in parents and parent != _SCRATCH]
+        return [own for own, parent in parents.items() if not parent.endswith(_SCRATCH)]
+    owns = [own for own, parent in parents.items() if parent not in parents and not parent.endswith(_SCRATCH)]
     chosen = [own for own, tags in zip(owns, tags_of(owns), strict=True) if _fits(tags, tag)]
     return chosen + descendants(parents, chosen)
 

@@ -72,17 +72,17 @@ class CacheResets:
 
     def _reset(self, executor: ExecutorHandle, reset: _Reset, *, external: bool) -> None:
         kv = executor.scheduler.kv
-        outcome = reset_cache(kv, reset.salt)
-        released = {tier_name(number): num_released for number, num_released in outcome.released.items()}
         kept = [] if external else [tier_name(number) for number in kv.hashed]
-        unit = "pages" if kv.windows else "blocks"
-        result = ExecutorReset(executor.executor_id, unit, released, outcome.num_in_use, kept)
+        result = ExecutorReset(executor.executor_id, "pages" if kv.windows else "blocks", {}, 0, kept)
         reset.report.executors.append(result)
         for tier in kv.hashed.values() if external else ():
             number = next(self._numbers)
             self._drops[number] = _Drop(reset, executor, tier, result)
             reset.num_missing += 1
             executor.drop_salt(number, tier, reset.salt)
+        outcome = reset_cache(kv, reset.salt)
+        result.released |= {tier_name(number): num_released for number, num_released in outcome.released.items()}
+        result.in_use = outcome.num_in_use
         executor.touch()
 
     def dropped(self, executor: ExecutorHandle, message: StoredDropped) -> None:
