@@ -20,12 +20,13 @@ from pagewise_shared.protocol import (
     StepPlan,
     StepResult,
     StoredDropped,
+    StoredGone,
     Welcome,
 )
 
 BesideSteps = CancelCopies | LookUp | DropStored | LoadAdapter | CompileGrammar
 """Messages of the scheduler that wait for no step, and that no step waits for."""
-Report = Callable[[Copied | Found | StoredDropped | AdapterLoaded | GrammarCompiled], None]
+Report = Callable[[Copied | Found | StoredDropped | StoredGone | AdapterLoaded | GrammarCompiled], None]
 """Takes a runner's messages beside the results of steps; called on any thread."""
 
 

@@ -37,6 +37,7 @@ from pagewise_shared.protocol import (
     StepPlan,
     StepResult,
     StoredDropped,
+    StoredGone,
     Welcome,
     decode_from_scheduler,
     encode,
@@ -184,7 +185,7 @@ class ExecutorService:
     def _post(
         self,
         loop: asyncio.AbstractEventLoop,
-        result: StepResult | Copied | Found | StoredDropped | AdapterLoaded | GrammarCompiled,
+        result: StepResult | Copied | Found | StoredDropped | StoredGone | AdapterLoaded | GrammarCompiled,
     ) -> None:
         """Send a result. Called on other threads, where it is encoded, so that the event loop stays free."""
         frame = encode(result)

@@ -20,6 +20,7 @@ from pagewise_shared.protocol import (
     StepPlan,
     StepResult,
     StoredDropped,
+    StoredGone,
     Welcome,
 )
 
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2e-4
 """Seconds between two checks whether the device has finished a step, while no other plan has arrived."""
 
-Answer = Callable[[StepResult | Copied | Found | StoredDropped | AdapterLoaded | GrammarCompiled], None]
+Answer = Callable[[StepResult | Copied | Found | StoredDropped | StoredGone | AdapterLoaded | GrammarCompiled], None]
 _Question = concurrent.futures.Future[Inventory | None]
 
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_GROUPS, MAX_TIERS
 from pagewise_shared.protocol.steps import CancelCopies, Copied, GroupedStepPlan, StepPlan, StepResult
-from pagewise_shared.protocol.storage import DropStored, Found, LookUp, StoredDropped
+from pagewise_shared.protocol.storage import DropStored, Found, LookUp, StoredDropped, StoredGone
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
 Role = Literal["prefill", "decode", "both"]
@@ -334,6 +334,7 @@ FromExecutor = (
     | Copied
     | Found
     | StoredDropped
+    | StoredGone
     | AdapterLoaded
     | GrammarCompiled
     | Heartbeat

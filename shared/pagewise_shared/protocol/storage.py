@@ -61,3 +61,14 @@ class StoredDropped(Message, frozen=True):
     number: int
     num_blocks: int = 0
     error: str = ""
+
+
+class StoredGone(Message, frozen=True):
+    """One of ``HASH_TIERS`` has deleted blocks by itself, to make room, or for ``DropStored``. For KV events.
+
+    ``tier``: its number. ``hashes``: of the blocks (32 bytes each), of all executors that share the tier.
+    """
+
+    epoch: int
+    tier: int
+    hashes: bytes

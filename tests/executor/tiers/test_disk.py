@@ -16,6 +16,7 @@ from pagewise_executor.tiers import disk as disk_module
 from pagewise_executor.tiers.disk import DiskTier, StoredFile, least_recently_used
 from pagewise_shared.block_hash import BlockName
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import DISK, StoredGone
 
 from tests.executor.tiers.names import BLOCK_BYTES, content, empty, name_of, prefix
 
@@ -126,6 +127,28 @@ def test_the_bound_holds_over_all_who_write_and_all_models(tmp_path: Path) -> No
     assert len(files(tmp_path)) >= 15
     assert disks[2].contains(prefix("29", 3)) == [True] * 3, "the last ones are there"
     assert disks[0].contains(prefix("0", 3)) == [False] * 3
+
+
+def test_deleted_blocks_are_reported(tmp_path: Path) -> None:
+    disk, other = open_disk(tmp_path, most_blocks=10), open_disk(tmp_path, "other")
+    told: list[StoredGone] = []
+    disk.report = lambda message: told.append(message) if isinstance(message, StoredGone) else None
+    names, more = prefix("a", 8), prefix("b", 8)
+    other.store(more[:2], content(more[:2]))
+    os.utime(other._path(more[1]), (1, 1))
+    disk.store(names, content(names))
+    disk.store(more, content(more))
+    assert told == [], "no scheduler knows it"
+    disk.reset(7, keep=True)
+    left = [name for name in (*names, *more) if disk.contains([name]) == [True]]
+    disk.delete(left[:1])
+    more = prefix("c", 8)
+    disk.store(more, content(more))
+    gone = b"".join(message.hashes for message in told)
+    assert {(message.epoch, message.tier) for message in told} == {(7, DISK)}
+    assert gone.startswith(left[0].hash)
+    hashes = {gone[at : at + 32] for at in range(0, len(gone), 32)}
+    assert hashes == {name.hash for name in (*left, *more) if disk.contains([name]) == [False]}
 
 
 def test_the_end_of_a_prefix_goes_before_its_beginning(tmp_path: Path) -> None:

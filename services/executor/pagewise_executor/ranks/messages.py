@@ -18,6 +18,7 @@ from pagewise_shared.protocol import (
     Message,
     StepPlan,
     StoredDropped,
+    StoredGone,
     Welcome,
 )
 
@@ -135,7 +136,7 @@ ToRank = (
     | Offered
     | Stop
 )
-FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | StoredDropped | AdapterLoaded
+FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | StoredDropped | StoredGone | AdapterLoaded
 
 ToNode = Heartbeat | Rejected | Admitted
 FromNode = Join | Ended

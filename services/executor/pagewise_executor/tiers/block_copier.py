@@ -15,6 +15,7 @@ from pagewise_shared.protocol import (
     LookUp,
     NamedBlocks,
     StoredDropped,
+    StoredGone,
     pack_int32s,
 )
 
@@ -105,7 +106,7 @@ class BlockCopier:
             self._begun = epoch, 0
         self._drop_due()
 
-    def report_to(self, report: Callable[[Copied | Found | StoredDropped], None]) -> None:
+    def report_to(self, report: Callable[[Copied | Found | StoredDropped | StoredGone], None]) -> None:
         """Call ``report``, on any thread, for every list of copies that is done, every look-up and every drop."""
         for tier in (self.peers, *self.tiers.values()):
             tier.report = report

@@ -22,8 +22,9 @@ from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
-from pagewise_shared.block_hash import BlockHash, BlockName, root_hash
+from pagewise_shared.block_hash import HASH_BYTES, BlockHash, BlockName, root_hash
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import DISK
 
 from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
@@ -201,8 +202,15 @@ class DiskTier(HashedTier):
         chosen = of_salt(parents, lambda owns: (_salt_of(files[own][0].path) for own in owns), tag)
         return self._unlink(file.path for own in chosen for file in files[own])
 
+    def _report_gone(self, paths: Iterable[str]) -> None:
+        names = (Path(path) for path in paths)
+        own = [path.name.partition(".")[0] for path in names if path.parent.parent == self._folder]
+        self.gone(DISK, [bytes.fromhex(digits) for digits in own if len(digits) == 2 * HASH_BYTES])
+
     def _unlink(self, paths: Iterable[str]) -> int:
+        paths = [*paths]
         num_deleted = _unlink(paths)
+        self._report_gone(paths)
         with self._lock:
             self._used = max(0, self._used - num_deleted * self._file_bytes)
         return num_deleted
@@ -232,12 +240,15 @@ class DiskTier(HashedTier):
                 files = list(chain.from_iterable(map(_list, self._root.glob("*/"))))
                 used = sum(file.size for file in files)
                 if used > self._most_bytes:
+                    deleted: list[str] = []
                     for file in least_recently_used(files):
                         if used <= self._most_bytes * _ROOM:
                             break
                         with suppress(FileNotFoundError):
                             os.unlink(file.path)
+                        deleted.append(file.path)
                         used -= file.size
+                    self._report_gone(deleted)
                 self._used, self._listed = used, now
         except BlockingIOError:  # another process deletes blocks now
             self._listed = now

@@ -19,7 +19,7 @@ from types import MappingProxyType
 import numpy as np
 from pagewise_shared.block_hash import BlockHash, BlockName, unpack_names
 from pagewise_shared.logs import BoundedLog
-from pagewise_shared.protocol import DEVICE, DropStored, Found, LayerGroup, LookUp, StoredDropped
+from pagewise_shared.protocol import DEVICE, DropStored, Found, LayerGroup, LookUp, StoredDropped, StoredGone
 
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.grouped_batch import page_name
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 32 * 2**20
 """About how much is read before it is written to the device."""
 _SCRATCH_BLOCKS = 8
+_MOST_HASHES = 16_384
+"""The most hashes in one report."""
 _END_SECONDS = 3.0
 """The most that ``close`` waits for work that has begun: longer than a store takes to answer, or is given up."""
 NO_SALTS: Mapping[BlockHash, bytes] = MappingProxyType({})
@@ -51,6 +53,7 @@ class HashedTier(FarTier, ABC):
         self._complaints = BoundedLog(log)
         self._inboxes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._inboxes_lock = threading.Lock()
+        self._epoch = -1
         self._threads: list[threading.Thread] = []
 
     @abstractmethod
@@ -163,13 +166,23 @@ class HashedTier(FarTier, ABC):
             BlockName(BlockHash(hashlib.sha256(f"scratch {number}".encode()).digest()), SCRATCH) for number in numbers
         ]
 
+    def reset(self, epoch: int, *, keep: bool) -> None:
+        """Void all jobs of older epochs. The blocks stay."""
+        super().reset(epoch, keep=keep)
+        self._epoch = epoch
+
+    def gone(self, tier: int, hashes: Sequence[bytes]) -> None:
+        """Report that blocks were deleted."""
+        for start in range(0, len(hashes) if self._epoch >= 0 else 0, _MOST_HASHES):
+            self.report(StoredGone(self._epoch, tier, b"".join(hashes[start : start + _MOST_HASHES])))
+
     def close(self) -> None:
         """Void all jobs and end all threads.
 
         Work that has begun is finished, because subclasses then release what it uses. But a disk may hang: threads that
         take longer end by themselves.
         """
-        self.reset(0, keep=True)
+        super().reset(0, keep=True)
         for inbox in self._inboxes.values():
             inbox.put(None)
         until = time.monotonic() + _END_SECONDS

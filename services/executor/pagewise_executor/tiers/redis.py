@@ -11,6 +11,7 @@ import numpy as np
 import redis
 from pagewise_shared.block_hash import BlockHash, BlockName, root_hash
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import REDIS
 from pagewise_shared.start_checks import connect_store
 
 from pagewise_executor.tiers.block_names import (
@@ -156,6 +157,7 @@ class RedisTier(HashedTier):
         keys, num_deleted = iter(keys), 0
         while some := list(islice(keys, _SCANNED)):
             num_deleted += int(self._client.unlink(*some))
+            self.gone(REDIS, [bytes.fromhex(key[len(self._prefix) :].partition(b".")[0].decode()) for key in some])
         return num_deleted
 
     def close(self) -> None:

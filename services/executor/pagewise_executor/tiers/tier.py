@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.block_hash import BlockName
-from pagewise_shared.protocol import CancelCopies, Copied, DropStored, Found, LayerGroup, LookUp, StoredDropped
+from pagewise_shared.protocol import (
+    CancelCopies,
+    Copied,
+    DropStored,
+    Found,
+    LayerGroup,
+    LookUp,
+    StoredDropped,
+    StoredGone,
+)
 
 from pagewise_executor.block_copies import CopyJob
 
@@ -36,7 +45,7 @@ class Tier:
     begun = (-1, -1)
 
     def __init__(self) -> None:
-        self.report: Callable[[Copied | Found | StoredDropped], None] = lambda message: None
+        self.report: Callable[[Copied | Found | StoredDropped | StoredGone], None] = lambda message: None
 
     def begin(self, job: CopyJob, upper: "Tier") -> None:
         """Begin a list of copies between this tier and ``upper``, the tier above it, and report it when it is done.

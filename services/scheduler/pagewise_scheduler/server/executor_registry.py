@@ -28,6 +28,7 @@ from pagewise_shared.protocol import (
     Rejoin,
     StepResult,
     StoredDropped,
+    StoredGone,
     tier_name,
 )
 
@@ -309,6 +310,8 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
                     self.router.look_ups.found(executor, message)
                 case StoredDropped():
                     self.resets.dropped(executor, message)
+                case StoredGone():
+                    self.watchers.stored_gone(executor, message)
                 case Heartbeat():
                     self._take_counts(executor, message)
                 case Leaving(timeout_ms=milliseconds):
