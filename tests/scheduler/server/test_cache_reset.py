@@ -107,7 +107,7 @@ class Storing(SimulatedRunner):
 async def test_blocks_in_storage_are_deleted_if_asked_for(tmp_path: Path) -> None:
     runners = {name: Storing() for name in "ab"}
     runners["b"].error = "read-only"
-    async with running(tmp_path) as stack, executor(tmp_path, "a", runner=runners["a"]):
+    async with running(tmp_path, recovery="swap") as stack, executor(tmp_path, "a", runner=runners["a"]):
         async with executor(tmp_path, "b", runner=runners["b"]):
             await stack.ready(2)
             await stack.generate([7] * 40, 1)

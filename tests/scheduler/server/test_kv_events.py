@@ -249,7 +249,7 @@ async def test_a_disk_that_evicts_is_told_for_all_that_share_it(tmp_path: Path) 
     try:
         config = _config(tmp_path, replay_endpoint=f"ipc://{tmp_path}/replay")
         async with (
-            running(tmp_path, kv_events_config=config, routing="round-robin") as stack,
+            running(tmp_path, kv_events_config=config, routing="round-robin", recovery="swap") as stack,
             executor(tmp_path, "a", runner=runners[0]),
             executor(tmp_path, "b", runner=runners[1]),
         ):
@@ -268,7 +268,7 @@ async def test_a_disk_that_evicts_is_told_for_all_that_share_it(tmp_path: Path) 
 
             prefix = (1, 2, 3) * 4
             await until(lambda: on_disk().get(prefix) == {0, 1})
-            handle = stack.executors[0]
+            (handle,) = (one for one in stack.executors if one.executor_id == "a")
             tree = handle.scheduler.kv.pool.tree
             (*_, node) = tree.walk(tree.root_of(None), block_keys(pack_int32s(prefix), 4))
             runners[0]._report(StoredGone(handle.scheduler.epoch, DISK, hash_of(node)))
