@@ -29,6 +29,7 @@ from pagewise_shared.protocol import (
     LookUp,
     PromptLogprobs,
     RowFailure,
+    SetStoredBudgets,
     StepPlan,
     StepResult,
     TierInfo,
@@ -366,6 +367,8 @@ class ModelRunner:
                 self._copier.look_up(message)
             case DropStored():
                 self._copier.drop(message)
+            case SetStoredBudgets():
+                self._copier.set_budgets(message)
             case LoadAdapter() if self._adapters is not None:
                 self._adapters.load(message)
             case CompileGrammar() if self._grammars is not None:

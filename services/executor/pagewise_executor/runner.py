@@ -17,6 +17,7 @@ from pagewise_shared.protocol import (
     LoadAdapter,
     LookUp,
     Message,
+    SetStoredBudgets,
     StepPlan,
     StepResult,
     StoredDropped,
@@ -24,7 +25,7 @@ from pagewise_shared.protocol import (
     Welcome,
 )
 
-BesideSteps = CancelCopies | LookUp | DropStored | LoadAdapter | CompileGrammar
+BesideSteps = CancelCopies | LookUp | DropStored | SetStoredBudgets | LoadAdapter | CompileGrammar
 """Messages of the scheduler that wait for no step, and that no step waits for."""
 Report = Callable[[Copied | Found | StoredDropped | StoredGone | AdapterLoaded | GrammarCompiled], None]
 """Takes a runner's messages beside the results of steps; called on any thread."""

@@ -33,6 +33,7 @@ from pagewise_shared.protocol import (
     Refused,
     Rejoin,
     Role,
+    SetStoredBudgets,
     StepError,
     StepPlan,
     StepResult,
@@ -316,7 +317,7 @@ class ExecutorService:
                         self._rejoin()
                 case HeartbeatAck():
                     self._detector.beat(monotonic())
-                case CancelCopies() | LookUp() | DropStored() | LoadAdapter() | CompileGrammar():
+                case CancelCopies() | LookUp() | DropStored() | SetStoredBudgets() | LoadAdapter() | CompileGrammar():
                     worker.handle(message)
                 case Drain():
                     self.stop("drained")

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F403
 from pagewise_shared.protocol.base import *
+from pagewise_shared.protocol.budgets import *
 from pagewise_shared.protocol.codec import *
 from pagewise_shared.protocol.gateway_messages import *
 from pagewise_shared.protocol.limits import *

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from pagewise_shared.protocol.base import Message, Piece
+from pagewise_shared.protocol.budgets import SetStoredBudgets
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_GROUPS, MAX_TIERS
 from pagewise_shared.protocol.steps import CancelCopies, Copied, GroupedStepPlan, StepPlan, StepResult
 from pagewise_shared.protocol.storage import DropStored, Found, LookUp, StoredDropped, StoredGone
@@ -351,6 +352,7 @@ FromScheduler = (
     | CancelCopies
     | LookUp
     | DropStored
+    | SetStoredBudgets
     | LoadAdapter
     | CompileGrammar
     | Drain

@@ -16,6 +16,7 @@ from pagewise_shared.protocol import (
     LoadAdapter,
     LookUp,
     Message,
+    SetStoredBudgets,
     StepPlan,
     StoredDropped,
     StoredGone,
@@ -131,6 +132,7 @@ ToRank = (
     | CancelCopies
     | LookUp
     | DropStored
+    | SetStoredBudgets
     | LoadAdapter
     | ListBlocks
     | Offered

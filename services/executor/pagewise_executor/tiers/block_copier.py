@@ -14,6 +14,7 @@ from pagewise_shared.protocol import (
     LayerGroup,
     LookUp,
     NamedBlocks,
+    SetStoredBudgets,
     StoredDropped,
     StoredGone,
     pack_int32s,
@@ -89,6 +90,11 @@ class BlockCopier:
         with self._lock:
             self._drops.append(message)
         self._drop_due()
+
+    def set_budgets(self, message: SetStoredBudgets) -> None:
+        """Set the budgets of a tier. May be called on any thread."""
+        if (tier := self.tiers.get(message.tier)) is not None:
+            tier.set_budgets(message.budgets)
 
     def _drop_due(self) -> None:
         with self._lock:

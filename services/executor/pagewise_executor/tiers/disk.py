@@ -19,12 +19,11 @@ from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
-from pagewise_shared.block_hash import HASH_BYTES, BlockHash, BlockName, root_hash
+from pagewise_shared.block_hash import HASH_BYTES, SALT_TAG_BYTES, BlockHash, BlockName, root_hash
 from pagewise_shared.errors import ConfigError
-from pagewise_shared.protocol import DISK
+from pagewise_shared.protocol import DISK, StoredBudget
 
 from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
@@ -37,6 +36,7 @@ from pagewise_executor.tiers.block_names import (
     of_salt,
     short_hash,
 )
+from pagewise_executor.tiers.disk_budgets import StoredFile, bounds_of, in_order
 from pagewise_executor.tiers.hashed import NO_SALTS, HashedTier
 from pagewise_executor.tiers.tier import Rows
 
@@ -72,6 +72,7 @@ class DiskTier(HashedTier):
         self._numbers = count()
         self._lock = Lock()
         self._used, self._listed = 0, float("-inf")
+        self._budgets: Sequence[StoredBudget] = ()
         self._direct = getattr(os, "O_DIRECT", 0)
         try:
             self._folder.mkdir(0o700, parents=True, exist_ok=True)  # KV reveals the prompts
@@ -215,6 +216,10 @@ class DiskTier(HashedTier):
             self._used = max(0, self._used - num_deleted * self._file_bytes)
         return num_deleted
 
+    def set_budgets(self, budgets: Sequence[StoredBudget]) -> None:
+        """Evict by these budgets from now on."""
+        self._budgets = budgets
+
     def close(self) -> None:
         """Void all jobs, and end all threads."""
         super().close()
@@ -241,7 +246,7 @@ class DiskTier(HashedTier):
                 used = sum(file.size for file in files)
                 if used > self._most_bytes:
                     deleted: list[str] = []
-                    for file in least_recently_used(files):
+                    for file in in_order(files, bounds_of(self._budgets, self._most_bytes), _owner_of):
                         if used <= self._most_bytes * _ROOM:
                             break
                         with suppress(FileNotFoundError):
@@ -254,17 +259,6 @@ class DiskTier(HashedTier):
             self._listed = now
         except OSError as error:
             self.failed("blocks cannot be deleted: %s", error)
-
-
-class StoredFile(NamedTuple):
-    """A block's file. ``own``, ``parent``: content name and short hash of the block, and of the block before it.
-    ``used``: the time of its last use in nanoseconds. ``size``: bytes."""
-
-    path: str
-    own: str
-    parent: str
-    used: int
-    size: int
 
 
 def _list(folder: Path) -> Iterator[StoredFile]:
@@ -283,22 +277,6 @@ def _list(folder: Path) -> Iterator[StoredFile]:
                         )
                     elif time.time() - found.st_mtime > _ABANDONED_SECONDS:
                         os.unlink(entry.path)
-
-
-def least_recently_used(files: Sequence[StoredFile]) -> list[StoredFile]:
-    """Return files in the order of eviction: each after all files that follow it in a prefix."""
-    by_own = {file.own: file for file in files}
-    kept: dict[str, StoredFile] = {}  # in reverse order of eviction
-    for file in sorted(files, key=lambda file: file.used, reverse=True):
-        path = []
-        current: StoredFile | None = file
-        while current is not None and current.own not in kept:
-            path.append(current)
-            kept[current.own] = current  # now, so that names that form a circle end the walk
-            current = by_own.get(current.parent)
-        for one in reversed(path):
-            kept[one.own] = kept.pop(one.own)
-    return list(reversed(kept.values()))
 
 
 def wipe(folder: Path, salt: str | None) -> int:
@@ -333,6 +311,13 @@ def _salt_of(path: str) -> bytes:
     """Return the ``salt_tags`` in a file; nothing if it is gone."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         return file.read(HEADER_BYTES + SALTS_BYTES)[HEADER_BYTES:]
+    return b""
+
+
+def _owner_of(path: str) -> bytes:
+    """Return the tag of the owner in a file: the one after the tag of all salts."""
+    with suppress(OSError):  # then it has no owner that is known
+        return _salt_of(path)[SALT_TAG_BYTES : 2 * SALT_TAG_BYTES].strip(b"\0")
     return b""
 
 

@@ -16,6 +16,7 @@ from pagewise_shared.protocol import (
     Found,
     LayerGroup,
     LookUp,
+    StoredBudget,
     StoredDropped,
     StoredGone,
 )
@@ -86,6 +87,9 @@ class Tier:
     def drop(self, message: DropStored, groups: Sequence[LayerGroup] = ()) -> None:
         """Delete blocks that are found by their names, and report it. ``groups``: as in ``look_up``."""
         self.report(StoredDropped(message.epoch, message.number))
+
+    def set_budgets(self, budgets: Sequence[StoredBudget]) -> None:
+        """Evict by these budgets from now on, if the tier evicts by itself. Called on any thread."""
 
     def read(self, blocks: Blocks, rows: Rows) -> list[bool]:
         """Read blocks into ``rows``, once all earlier copies are done. Return for each whether it is sound. Called on

@@ -16,7 +16,9 @@ from pagewise_shared.protocol import (
     LookUp,
     Message,
     Role,
+    SetStoredBudgets,
     StepResult,
+    StoredBudget,
     TokenLogprobs,
     Welcome,
     tier_name,
@@ -338,6 +340,10 @@ class ExecutorHandle:
     def drop_salt(self, number: int, tier: HashedTier, salt: str) -> None:
         """Have the executor delete the blocks of a cache salt in a tier; it answers with ``StoredDropped``."""
         self._send(drop_salt(self.scheduler, tier, number, salt))
+
+    def set_stored_budgets(self, tier: int, budgets: tuple[StoredBudget, ...]) -> None:
+        """Have the executor evict blocks of a tier without ids by these budgets."""
+        self._send(SetStoredBudgets(self.scheduler.epoch, tier, budgets))
 
     # ---- leaving -------------------------------------------------------------------------------------
 
