@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from pagewise_shared.protocol.base import Message, Piece
-from pagewise_shared.protocol.budgets import MemoryBudget
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_BUDGETS, MAX_PROMPTS
+from pagewise_shared.protocol.memory import MemoryBudget
 from pagewise_shared.protocol.messages import Adapter, Goodbye, Heartbeat, HeartbeatAck, Refused, Rejoin
 from pagewise_shared.protocol.steps import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, get_args
 from msgspec import Meta
 
 from pagewise_shared.protocol.base import Message, Piece
-from pagewise_shared.protocol.budgets import SetStoredBudgets
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_GROUPS, MAX_TIERS
+from pagewise_shared.protocol.memory import SetStoredBudgets
 from pagewise_shared.protocol.steps import CancelCopies, Copied, GroupedStepPlan, StepPlan, StepResult
 from pagewise_shared.protocol.storage import DropStored, Found, LookUp, StoredDropped, StoredGone
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES

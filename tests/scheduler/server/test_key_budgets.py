@@ -88,7 +88,7 @@ async def test_budgets_come_with_requests_and_hold_at_every_executor(
 async def test_executors_get_the_budgets_of_their_disks(tmp_path: Path) -> None:
     high = MemoryBudget(DISK, high=MemorySize(share=0.1))
     async with running(tmp_path) as stack:
-        raw, welcome = await joined(tmp_path, tiers=(TierInfo(DISK, 0, identity="d"), TierInfo(HOST, 8)))
+        raw, welcome = await joined(tmp_path, tiers=(TierInfo(HOST, 8), TierInfo(DISK, 0, identity="d")))
         await stack.ready(1)
         stack.router.set_budgets("key:a/x", (high, MemoryBudget(REDIS, low=MemorySize(1))))
 
