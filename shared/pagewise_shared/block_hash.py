@@ -71,6 +71,27 @@ def is_below(salt: str | None, wanted: str) -> bool:
     return not wanted or (own is not None and (own == wanted or own.startswith(f"{wanted}/")))
 
 
+SALT_TAG_BYTES = 16
+MAX_SALT_TAGS = 32
+
+
+def salt_tag(wanted: str) -> bytes:
+    """Return the tag of a cache salt and of all salts below it (``is_below``), by which a tier without ids finds their
+    blocks: a hash, so that the tier does not show the salt."""
+    return hashlib.sha256(f"cache salt {wanted}".encode()).digest()[:SALT_TAG_BYTES]
+
+
+def salt_tags(salt: str | None) -> bytes:
+    """Return the tags under which the blocks of a cache salt are found, one after the other: of "", of the first part
+    of the salt, and so on to the whole salt. A salt of more parts than there are tags has none for its last but one."""
+    own = client_salt(salt)
+    parts = own.split("/") if own is not None else []
+    wanted = ["", *("/".join(parts[:count]) for count in range(1, len(parts) + 1))]
+    if len(wanted) > MAX_SALT_TAGS:
+        wanted[MAX_SALT_TAGS - 1 : -1] = []
+    return b"".join(map(salt_tag, wanted))
+
+
 def is_own_salt(cache_salt: str | None) -> bool:
     """Whether the salt has a form that only Pagewise itself makes; a request must not have it."""
     return is_adapter_salt(cache_salt) or without_rope(cache_salt) != cache_salt

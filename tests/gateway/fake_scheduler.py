@@ -109,7 +109,8 @@ class FakeScheduler:
         heartbeat_ms: as in the welcome. no_grammars, problems, has_snapshots: of the fleet.
         submits, hellos, aborts, stops, goodbyes: the received messages. snapshots: the last metrics by gateway.
         reports: the answers to queries, by kind and argument. queries: the received queries.
-        resets: the salts of the received resets of the cache. advice: that was received. advised: the answer to it.
+        resets: the salt of each reset of the cache, and whether it is external. advice: that was received. advised: the
+            answer to it.
         views: the content for consoles, by part. endable: ids of requests that an operator can end.
         keys: public and secret key, if connections are encrypted.
         replies: tokens of the outputs of the next requests, one after the other, in the place of their prompts'.
@@ -143,7 +144,7 @@ class FakeScheduler:
     reports: dict[tuple[str, str], bytes] = field(
         default_factory=lambda: {(kind, ""): b'{"executors":[]}' for kind in ("memory", "cache")}
     )
-    resets: list[str] = field(default_factory=list)
+    resets: list[tuple[str, bool]] = field(default_factory=list)
     advice: list[Advise] = field(default_factory=list)
     advised: Advised = Advised(0, "accepted")  # noqa: RUF009 - it is frozen
     queries: list[Query] = field(default_factory=list)
@@ -300,8 +301,8 @@ class FakeScheduler:
                 ended = message.request_id in self.endable
                 self.endable.discard(message.request_id)
                 await self._send(identity, QueryAnswer(message.number, ended))
-            case ResetCache(salt=salt):
-                self.resets.append(salt)
+            case ResetCache():
+                self.resets.append((message.salt, message.external))
                 await self._send(identity, QueryAnswer(message.number, True, b'{"executors":[]}'))
             case Advise():
                 self.advice.append(message)

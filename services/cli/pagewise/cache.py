@@ -23,6 +23,8 @@ _ADVICE = {
     "end": ("end", "say that sessions have ended: their KV is the first to go"),
 }
 """Verb of the command -> the advice of ``POST /v1/cache/advice``, and the help."""
+_RESET_SECONDS = 310.0
+"""Longer than a gateway waits until blocks on disks and in stores are deleted."""
 _TIMES = {"pin": "keep it for so long", "prefetch": "the turn comes within that time"}
 
 
@@ -57,8 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     dropped = verbs.add_parser(
         "drop",
         parents=[chosen],
-        help="release cached blocks that no sequence uses; those on disks and in stores stay (see pagewise wipe)",
+        help="release cached blocks that no sequence uses, on devices and in host memory",
     )
+    dropped.add_argument("--external", action="store_true", help="delete them on disks and in stores too")
     dropped.add_argument("--all", action="store_true", help="of all requests")
     dropped.set_defaults(run=_drop, parser=dropped)
     advised = [_add_advice(verbs, verb, *advice) for verb, advice in _ADVICE.items()]
@@ -89,10 +92,11 @@ def _drop(options: argparse.Namespace) -> int:
     chosen = _chosen(options)
     if bool(chosen) == options.all:
         options.parser.error("give --key, --salt or --all")
-    with connect(options.url, "/reset_prefix_cache", json.dumps(chosen).encode()) as answer:
+    body = json.dumps({**chosen, "reset_external": options.external}).encode()
+    with connect(options.url, "/reset_prefix_cache", body, _RESET_SECONDS) as answer:
         report = json.loads(answer.read())
     _print(report, options, _dropped)
-    return 0
+    return int(any(executor["failed"] for executor in report["executors"]))
 
 
 def _advise(options: argparse.Namespace) -> int:
@@ -170,4 +174,6 @@ def _dropped(executor: dict[str, Any]) -> Iterator[str]:
     stay = f"{executor['in_use']:,} blocks stay in use"
     yield f"{executor['executor_id']}: {executor['unit']} released: {released}; {stay}"
     if executor["kept"]:
-        yield f"  the {' and the '.join(executor['kept'])} tier is as it was: pagewise wipe deletes blocks there"
+        yield f"  the {' and the '.join(executor['kept'])} tier is as it was: --external deletes blocks there"
+    for name, why in executor["failed"].items():
+        yield f"  not all blocks of the {name} tier are deleted: {printable(why)}"

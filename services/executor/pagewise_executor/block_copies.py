@@ -1,11 +1,11 @@
 """The copies of a plan: each list copies blocks from one tier to another, or from another executor."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from pagewise_shared.block_hash import BlockName
+from pagewise_shared.block_hash import BlockHash, BlockName
 from pagewise_shared.protocol import CancelCopies, Copied, RemoteTier, StepError, pack_int32s
 
 Pairs = npt.NDArray[np.int32]
@@ -18,7 +18,7 @@ class CopyJob:
 
     ``pairs``: if a target is named more than once, the last of its sources counts. A block of a tier without ids is an
     index in ``names``. ``peer``: the executor whose tier ``source`` is; None for a tier of this executor. ``group``: of
-    layers.
+    layers. ``salts``: the ``salt_tags`` of first blocks in ``names``, by their hashes.
     """
 
     epoch: int
@@ -29,6 +29,7 @@ class CopyJob:
     peer: RemoteTier | None = None
     names: Sequence[BlockName] = ()
     group: int = 0
+    salts: Mapping[BlockHash, bytes] = field(default_factory=dict)
 
     def is_of(self, cancelled: CancelCopies) -> bool:
         """Return whether ``cancelled`` means these copies."""

@@ -14,7 +14,17 @@ from multiprocessing.connection import Connection
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.curve import load_keys
 from pagewise_shared.logs import configure_logging
-from pagewise_shared.protocol import CancelCopies, LoadAdapter, LookUp, Message, StepPlan, Welcome, encode
+from pagewise_shared.protocol import (
+    CancelCopies,
+    DropStored,
+    LoadAdapter,
+    LookUp,
+    Message,
+    SetStoredBudgets,
+    StepPlan,
+    Welcome,
+    encode,
+)
 from pagewise_shared.service_process import CANNOT_START, tune_allocator
 
 from pagewise_executor.main import FINAL, build_runner, endpoint_to_protect, free_unused
@@ -143,7 +153,7 @@ def _follow(leader: _LeaderConnection, config: ExecutorConfig, spec: RankSpec) -
                 leader.send(Listed(runner.inventory()))
             case Offered():
                 runner.agree(message.inventory)
-            case CancelCopies() | LookUp() | LoadAdapter():
+            case CancelCopies() | LookUp() | DropStored() | SetStoredBudgets() | LoadAdapter():
                 runner.handle(message)
             case Stop():
                 runner.close()

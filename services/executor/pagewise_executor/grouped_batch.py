@@ -354,7 +354,8 @@ class GroupedBatch(InputBatch):
         if names:
             names = [page_name(name, group, index) for name in names for index in range(pages.shape[1])]
         pairs = np.stack([sources.ravel(), pages.ravel()], axis=1)
-        return PageCopyJob(job.epoch, job.step, job.source, job.target, pairs, job.peer, names, group, targets)
+        where = job.epoch, job.step, job.source, job.target
+        return PageCopyJob(*where, pairs, job.peer, names, group, job.salts, targets)
 
     def pages_for_peer(self, tier: int, group: int, numbers: Int32s) -> Int32s | None:
         """Return the pages of a tier that another executor has asked for by their numbers (see ``PageCopyJob``); None:

@@ -3,7 +3,16 @@
 import msgspec
 import torch
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import AdapterLoaded, CompileGrammar, Copied, Found, Inventory, StepPlan, Welcome
+from pagewise_shared.protocol import (
+    AdapterLoaded,
+    CompileGrammar,
+    Copied,
+    Found,
+    Inventory,
+    StepPlan,
+    StoredDropped,
+    Welcome,
+)
 
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.model_runner import IssuedStep, ModelRunner
@@ -66,7 +75,7 @@ class LeadingRunner(ModelRunner):
         agreement: Agreement = self._leader.agree(report)
 
         def add(message: object) -> None:
-            if isinstance(message, Copied | Found | AdapterLoaded):
+            if isinstance(message, Copied | Found | StoredDropped | AdapterLoaded):
                 agreement.add(self._leader.rank, message)
             else:
                 report(message)  # type: ignore[arg-type] # of rank 0 alone: grammars

@@ -21,6 +21,7 @@ from pagewise_shared.protocol import (
     PROTOCOL_MINOR,
     CancelCopies,
     CompileGrammar,
+    DropStored,
     GrammarCompiled,
     Hello,
     Inventory,
@@ -28,6 +29,7 @@ from pagewise_shared.protocol import (
     LookUp,
     PromptLogprobs,
     RowFailure,
+    SetStoredBudgets,
     StepPlan,
     StepResult,
     TierInfo,
@@ -363,6 +365,10 @@ class ModelRunner:
                 self._copier.cancel(message)
             case LookUp():
                 self._copier.look_up(message)
+            case DropStored():
+                self._copier.drop(message)
+            case SetStoredBudgets():
+                self._copier.set_budgets(message)
             case LoadAdapter() if self._adapters is not None:
                 self._adapters.load(message)
             case CompileGrammar() if self._grammars is not None:

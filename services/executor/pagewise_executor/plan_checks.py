@@ -121,11 +121,15 @@ def checked_copies(plan: StepPlan, sizes: Sequence[Mapping[int, int]]) -> list[C
             raise InvalidPlanError(str(error)) from error
         if names and len(names) != len(pairs):
             raise InvalidPlanError(f"{len(names)} names are given to {len(pairs)} blocks")
+        if not all(0 <= index < len(names) for index, _ in copies.salts):
+            raise InvalidPlanError(f"salts are given to other blocks than the {len(names)} that have names")
+        salts = {names[index].hash: tags for index, tags in copies.salts}
         if copies.peer is None:
             _check_blocks(pairs[:, 0], source, num_blocks[source] or len(names))
         _check_blocks(pairs[:, 1], target, num_blocks[target] or len(names))
         if len(pairs):
-            jobs.append(CopyJob(plan.epoch, plan.step, source, target, pairs, copies.peer, names, copies.group))
+            where = plan.epoch, plan.step, source, target
+            jobs.append(CopyJob(*where, pairs, copies.peer, names, copies.group, salts))
     return jobs
 
 

@@ -22,6 +22,8 @@ from pagewise_shared.protocol import (
     MeasuredCosts,
     NewSequence,
     StepPlan,
+    StoredDropped,
+    StoredGone,
     TierInfo,
     Welcome,
     pack_int32s,
@@ -351,7 +353,7 @@ class _Copies(NamedTuple):
 
     def _copy(self, source: int, target: int, blocks: Sequence[int]) -> float:
         name = tier_name(self.number)
-        done: queue.SimpleQueue[Copied | Found] = queue.SimpleQueue()
+        done: queue.SimpleQueue[Copied | Found | StoredDropped | StoredGone] = queue.SimpleQueue()
         self.tier.report = done.put
         first = 1 if self.runner.info.groups else 0  # nothing may write to the null page
         pairs = np.stack([np.arange(first, first + len(blocks)), blocks], axis=1).astype(np.int32)

@@ -9,6 +9,7 @@ from pagewise_shared.protocol import (
     CancelCopies,
     CompileGrammar,
     Copied,
+    DropStored,
     Found,
     GrammarCompiled,
     Hello,
@@ -16,14 +17,17 @@ from pagewise_shared.protocol import (
     LoadAdapter,
     LookUp,
     Message,
+    SetStoredBudgets,
     StepPlan,
     StepResult,
+    StoredDropped,
+    StoredGone,
     Welcome,
 )
 
-BesideSteps = CancelCopies | LookUp | LoadAdapter | CompileGrammar
+BesideSteps = CancelCopies | LookUp | DropStored | SetStoredBudgets | LoadAdapter | CompileGrammar
 """Messages of the scheduler that wait for no step, and that no step waits for."""
-Report = Callable[[Copied | Found | AdapterLoaded | GrammarCompiled], None]
+Report = Callable[[Copied | Found | StoredDropped | StoredGone | AdapterLoaded | GrammarCompiled], None]
 """Takes a runner's messages beside the results of steps; called on any thread."""
 
 

@@ -20,6 +20,7 @@ from pagewise_shared.protocol import (
     CompileGrammar,
     Copied,
     Drain,
+    DropStored,
     Found,
     Goodbye,
     GrammarCompiled,
@@ -32,9 +33,12 @@ from pagewise_shared.protocol import (
     Refused,
     Rejoin,
     Role,
+    SetStoredBudgets,
     StepError,
     StepPlan,
     StepResult,
+    StoredDropped,
+    StoredGone,
     Welcome,
     decode_from_scheduler,
     encode,
@@ -180,7 +184,9 @@ class ExecutorService:
         await self._socket.send(encode(message))
 
     def _post(
-        self, loop: asyncio.AbstractEventLoop, result: StepResult | Copied | Found | AdapterLoaded | GrammarCompiled
+        self,
+        loop: asyncio.AbstractEventLoop,
+        result: StepResult | Copied | Found | StoredDropped | StoredGone | AdapterLoaded | GrammarCompiled,
     ) -> None:
         """Send a result. Called on other threads, where it is encoded, so that the event loop stays free."""
         frame = encode(result)
@@ -311,7 +317,7 @@ class ExecutorService:
                         self._rejoin()
                 case HeartbeatAck():
                     self._detector.beat(monotonic())
-                case CancelCopies() | LookUp() | LoadAdapter() | CompileGrammar():
+                case CancelCopies() | LookUp() | DropStored() | SetStoredBudgets() | LoadAdapter() | CompileGrammar():
                     worker.handle(message)
                 case Drain():
                     self.stop("drained")

@@ -14,6 +14,7 @@ from pagewise_shared.protocol import (
     PROTOCOL_MINOR,
     AdapterLoaded,
     CompileGrammar,
+    DropStored,
     GrammarCompiled,
     Hello,
     Inventory,
@@ -22,6 +23,7 @@ from pagewise_shared.protocol import (
     PromptLogprobs,
     StepPlan,
     StepResult,
+    StoredDropped,
     TierInfo,
     TokenLogprobs,
     Welcome,
@@ -95,6 +97,8 @@ class SimulatedRunner:
         if isinstance(message, LoadAdapter):
             self._slots[message.slot] = message.adapter.content
             self._report(AdapterLoaded(message.epoch, message.number))
+        elif isinstance(message, DropStored):
+            self._report(StoredDropped(message.epoch, message.number))
         elif isinstance(message, CompileGrammar):
             self._report(GrammarCompiled(message.epoch, message.number))
 

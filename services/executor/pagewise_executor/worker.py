@@ -19,6 +19,8 @@ from pagewise_shared.protocol import (
     StepError,
     StepPlan,
     StepResult,
+    StoredDropped,
+    StoredGone,
     Welcome,
 )
 
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 _LOOK_SECONDS = 2e-4
 """Seconds between two checks whether the device has finished a step, while no other plan has arrived."""
 
-Answer = Callable[[StepResult | Copied | Found | AdapterLoaded | GrammarCompiled], None]
+Answer = Callable[[StepResult | Copied | Found | StoredDropped | StoredGone | AdapterLoaded | GrammarCompiled], None]
 _Question = concurrent.futures.Future[Inventory | None]
 
 

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_BUDGETS, MAX_PROMPTS
+from pagewise_shared.protocol.memory import MemoryBudget
 from pagewise_shared.protocol.messages import Adapter, Goodbye, Heartbeat, HeartbeatAck, Refused, Rejoin
 from pagewise_shared.protocol.steps import TokenLogprobs
 from pagewise_shared.sampling import BeamParams, SamplingParams
@@ -69,28 +70,6 @@ class KeyLimits(Piece, frozen=True):
     concurrent: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-
-
-class MemorySize(Piece, frozen=True):
-    """An amount of a tier's memory: ``bytes``, or a ``share`` of it, 0 to 1. One of them is 0."""
-
-    bytes: int = 0
-    share: float = 0.0
-
-
-class MemoryBudget(Piece, frozen=True):
-    """The budget of cached KV in one tier of each executor, of an API key or of a group that shares its cache.
-
-    Fields:
-        tier: number of a tier with ids. min: while the key uses at most this size, none of its blocks is evicted.
-            low: while the key uses at most this size, blocks of other keys are evicted first. high: while the key uses
-            more than this size, its blocks are evicted first; None: no bound.
-    """
-
-    tier: int
-    min: MemorySize = MemorySize()
-    low: MemorySize = MemorySize()
-    high: MemorySize | None = None
 
 
 class ReuseHints(Piece, frozen=True):
@@ -332,11 +311,13 @@ class ResetCache(Message, frozen=True):
     ``QueryAnswer`` with the same ``number`` answers, with the JSON of a ``CacheReset``.
 
     ``salt``: the cache salt whose blocks are released, with all salts that begin with it and a slash. Empty: all salts.
+    ``external``: the blocks of this model in ``HASH_TIERS`` are deleted too.
     """
 
     epoch: int
     number: int
     salt: str = ""
+    external: bool = False
 
 
 AdviceKind = Literal["willneed", "cold", "dontneed", "pin", "unpin", "fork", "end", "called"]

@@ -5,6 +5,7 @@ once they take ``MAX_JOINED_BYTES``, and the first one has a limit of its own. T
 rows of the executor. ``greatest_plan`` adds all of that up.
 """
 
+from pagewise_shared.block_hash import MAX_SALT_TAGS, SALT_TAG_BYTES
 from pagewise_shared.sampling import (
     MAX_ALLOWED_BYTES,
     MAX_BAD_SEQUENCES,
@@ -64,8 +65,10 @@ _TABLE_BYTES = 12
 _COPY_BYTES = 8
 _ROW_BYTES = 32
 _MOVE_BYTES = 40
-_NAMES_BYTES = 2 * 1024 * (64 + _COPY_BYTES)
-"""Blocks of tiers without ids: at most 512 are in flight from each of two such tiers, and 512 to each."""
+_SALT_BYTES = MAX_SALT_TAGS * SALT_TAG_BYTES + 16
+_NAMES_BYTES = 2 * 1024 * (64 + _COPY_BYTES) + 2 * 512 * _SALT_BYTES
+"""Blocks of tiers without ids: at most 512 are in flight from each of two such tiers, and 512 to each, of which each
+may be the first one of a prefix."""
 
 
 def longest_sequence(block_size: int) -> int:

@@ -1,6 +1,6 @@
 """The messages between the scheduler and executors, and between executors; docs/wire-protocol.md describes their use.
 
-``steps`` has the messages of steps.
+``steps`` has the messages of steps, ``storage`` those about tiers whose blocks have no ids.
 
 A frame is one message: a tagged, frozen, array-like msgpack struct. Fields are only appended, with defaults, so that
 minor versions understand each other; any other change raises ``PROTOCOL_MAJOR``. Arrays of integers are little-endian
@@ -13,7 +13,9 @@ from msgspec import Meta
 
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_GROUPS, MAX_TIERS
+from pagewise_shared.protocol.memory import SetStoredBudgets
 from pagewise_shared.protocol.steps import CancelCopies, Copied, GroupedStepPlan, StepPlan, StepResult
+from pagewise_shared.protocol.storage import DropStored, Found, LookUp, StoredDropped, StoredGone
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
 Role = Literal["prefill", "decode", "both"]
@@ -203,15 +205,6 @@ class Inventory(Piece, frozen=True):
     tiers: Annotated[tuple[NamedBlocks, ...], Meta(max_length=MAX_TIERS)] = ()
 
 
-class Found(Message, frozen=True):
-    """Answers ``LookUp``: the tier probably holds the first ``num_blocks`` full blocks of the prefix, and if there are
-    several groups of layers, also the windows with which a sequence begins behind these blocks."""
-
-    epoch: int
-    number: int
-    num_blocks: int
-
-
 class GrammarCompiled(Message, frozen=True):
     """Answers ``CompileGrammar``: steps do not wait for this grammar now, even if it could not be compiled."""
 
@@ -304,20 +297,6 @@ class Rejoin(Message, frozen=True):
     again."""
 
 
-class LookUp(Message, frozen=True):
-    """Ask how much of a prefix one of ``HASH_TIERS`` holds; ``Found`` with the same ``number`` answers.
-
-    ``tier``: its number. ``root``: the parent hash of the prefix's first block. ``tokens``: of the prefix (int32
-    bytes), behind whose full blocks a sequence may begin.
-    """
-
-    epoch: int
-    number: int
-    tier: int
-    root: bytes
-    tokens: bytes
-
-
 class CompileGrammar(Message, frozen=True):
     """Compile the grammar of a sequence that will join, beside the steps; ``GrammarCompiled`` with the same ``number``
     answers.
@@ -350,7 +329,19 @@ class LoadAdapter(Message, frozen=True):
     slot: int = -1
 
 
-FromExecutor = Hello | StepResult | Copied | Found | AdapterLoaded | GrammarCompiled | Heartbeat | Leaving | Goodbye
+FromExecutor = (
+    Hello
+    | StepResult
+    | Copied
+    | Found
+    | StoredDropped
+    | StoredGone
+    | AdapterLoaded
+    | GrammarCompiled
+    | Heartbeat
+    | Leaving
+    | Goodbye
+)
 FromScheduler = (
     Welcome
     | Refused
@@ -360,6 +351,8 @@ FromScheduler = (
     | GroupedStepPlan
     | CancelCopies
     | LookUp
+    | DropStored
+    | SetStoredBudgets
     | LoadAdapter
     | CompileGrammar
     | Drain

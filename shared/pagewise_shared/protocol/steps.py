@@ -66,6 +66,8 @@ class BlockCopies(Piece, frozen=True):
         peer: the other executor that the source belongs to; None: the executor itself.
         names: of copies from and to a tier without ids, the names of the blocks there (``pack_names``).
         group: the group of layers.
+        salts: of copies to a tier without ids, for each first block of a prefix its index in ``names``, and the
+            ``salt_tags`` that are stored with it.
     """
 
     source: int
@@ -74,6 +76,7 @@ class BlockCopies(Piece, frozen=True):
     peer: RemoteTier | None = None
     names: bytes = b""
     group: int = 0
+    salts: tuple[tuple[int, bytes], ...] = ()
 
 
 class SegmentMove(Piece, frozen=True):

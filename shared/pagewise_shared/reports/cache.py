@@ -56,7 +56,8 @@ class ExecutorReset(Struct):
         released: the number of released blocks or pages by tier. in_use: the number of blocks that stay, because
             sequences or copies use them or blocks behind them.
         unit: the unit of ``released``: "pages" if layers have several groups, else "blocks".
-        kept: tiers that a reset does not reach, because processes of other schedulers may share them.
+        kept: tiers of which no block was deleted, because ``reset_external`` was not given.
+        failed: by tier, why not all of its blocks could be deleted.
     """
 
     executor_id: str
@@ -64,6 +65,7 @@ class ExecutorReset(Struct):
     released: dict[str, int]
     in_use: int
     kept: list[str]
+    failed: dict[str, str] = {}
 
 
 class CacheReset(Struct):

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pagewise_executor.tiers import disk as disk_module
-from pagewise_executor.tiers.disk import DiskTier, StoredFile, least_recently_used
-from pagewise_shared.block_hash import BlockName
+from pagewise_executor.tiers.disk import DiskTier
+from pagewise_executor.tiers.disk_budgets import StoredFile, least_recently_used
+from pagewise_shared.block_hash import BlockName, salt_tag, salt_tags
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import DISK, MemoryBudget, MemorySize, StoredBudget, StoredGone
 
 from tests.executor.tiers.names import BLOCK_BYTES, content, empty, name_of, prefix
 
@@ -128,6 +130,28 @@ def test_the_bound_holds_over_all_who_write_and_all_models(tmp_path: Path) -> No
     assert disks[0].contains(prefix("0", 3)) == [False] * 3
 
 
+def test_deleted_blocks_are_reported(tmp_path: Path) -> None:
+    disk, other = open_disk(tmp_path, most_blocks=10), open_disk(tmp_path, "other")
+    told: list[StoredGone] = []
+    disk.report = lambda message: told.append(message) if isinstance(message, StoredGone) else None
+    names, more = prefix("a", 8), prefix("b", 8)
+    other.store(more[:2], content(more[:2]))
+    os.utime(other._path(more[1]), (1, 1))
+    disk.store(names, content(names))
+    disk.store(more, content(more))
+    assert told == [], "no scheduler knows it"
+    disk.reset(7, keep=True)
+    left = [name for name in (*names, *more) if disk.contains([name]) == [True]]
+    disk.delete(left[:1])
+    more = prefix("c", 8)
+    disk.store(more, content(more))
+    gone = b"".join(message.hashes for message in told)
+    assert {(message.epoch, message.tier) for message in told} == {(7, DISK)}
+    assert gone.startswith(left[0].hash)
+    hashes = {gone[at : at + 32] for at in range(0, len(gone), 32)}
+    assert hashes == {name.hash for name in (*left, *more) if disk.contains([name]) == [False]}
+
+
 def test_the_end_of_a_prefix_goes_before_its_beginning(tmp_path: Path) -> None:
     disk = open_disk(tmp_path, most_blocks=20)
     old, new = prefix("old", 8), prefix("new", 8)
@@ -159,6 +183,39 @@ def test_the_order_of_eviction_has_each_block_after_what_follows_it(triples: lis
             at = parents[at]
         if at not in seen and file.parent in place:
             assert place[file.own] < place[file.parent]
+
+
+def test_blocks_are_evicted_by_the_budgets_of_their_owners(tmp_path: Path) -> None:
+    disk, other = open_disk(tmp_path, most_blocks=20), open_disk(tmp_path, "other", most_blocks=20)
+    blocks = {owner: prefix(owner, 5) for owner in ("alice", "bob", "carol", "none")}
+
+    def left(**budgets: MemoryBudget) -> dict[str, int]:
+        """The blocks of each owner that stay of five when six more are written, of which some are the eldest."""
+        for tier in (disk, other):
+            tier.delete_salt(b"")
+        for age, (owner, names) in enumerate(blocks.items()):
+            tags = salt_tags(f"key:{owner}/own salt" if owner != "none" else None)
+            tier = other if owner == "bob" else disk
+            tier.store(names, content(names), {names[0].hash: tags})
+            for name in names:
+                os.utime(tier._path(name), (1000 + age, 1000 + age))
+        disk.set_budgets([StoredBudget(salt_tag(f"key:{owner}"), each) for owner, each in budgets.items()])
+        disk._used, more = 20 * FILE_BYTES, prefix("more", 6)
+        disk.store(more, content(more))
+        assert all(disk.contains(more))
+        return {owner: sum((other if owner == "bob" else disk).contains(names)) for owner, names in blocks.items()}
+
+    def budget(low: int = 0, high: int | None = None, least: int = 0) -> MemoryBudget:
+        sizes = [MemorySize(FILE_BYTES * number) for number in (least, low)]
+        return MemoryBudget(DISK, *sizes, None if high is None else MemorySize(FILE_BYTES * high))
+
+    assert left() == {"alice": 0, "bob": 2, "carol": 5, "none": 5}
+    assert left(carol=budget(high=2)) == {"alice": 0, "bob": 5, "carol": 2, "none": 5}
+    assert left(bob=budget(high=1), carol=budget(high=5)) == {"alice": 1, "bob": 1, "carol": 5, "none": 5}
+    assert left(alice=budget(low=5), bob=budget(low=3)) == {"alice": 5, "bob": 3, "carol": 0, "none": 4}
+    assert left(alice=budget(least=2)) == {"alice": 2, "bob": 0, "carol": 5, "none": 5}
+    half = MemoryBudget(DISK, MemorySize(share=1.0))
+    assert left(alice=half, bob=half) == {"alice": 5, "bob": 5, "carol": 0, "none": 2}, "scaled to a quarter each"
 
 
 def test_a_disk_that_cannot_be_used_is_told_at_the_start(tmp_path: Path) -> None:

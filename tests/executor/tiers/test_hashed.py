@@ -3,7 +3,7 @@
 import fcntl
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.block_names import chain, checksum
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.disk import DiskTier
+from pagewise_executor.tiers.hashed import NO_SALTS
 from pagewise_executor.tiers.host import HostTier
 from pagewise_executor.tiers.host_memory import HostMemory, NamedMemory
 from pagewise_executor.tiers.make_tiers import make_tiers
 from pagewise_executor.tiers.tier import Rows
-from pagewise_shared.block_hash import BlockName, pack_names, root_hash
+from pagewise_shared.block_hash import BlockHash, BlockName, pack_names, root_hash, salt_tag, salt_tags
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ConfigError
 from pagewise_shared.protocol import (
@@ -34,10 +35,12 @@ from pagewise_shared.protocol import (
     BlockCopies,
     CancelCopies,
     Copied,
+    DropStored,
     Found,
     LookUp,
     RemoteTier,
     StepPlan,
+    StoredDropped,
     TierInfo,
     pack_int32s,
     unpack_int32s,
@@ -63,16 +66,19 @@ class Executor:
         memory = HostMemory(4, self.pool.bytes_per_block, cuda=False)
         self.copier.tiers |= {HOST: HostTier(self.pool, memory), DISK: self.disk}
         self.told: queue.SimpleQueue[Copied] = queue.SimpleQueue()
-        self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
+        self.found: queue.SimpleQueue[Found | StoredDropped] = queue.SimpleQueue()
         self.copier.report_to(lambda message: (self.told if isinstance(message, Copied) else self.found).put(message))
 
     def begin(self, step: int, copies: BlockCopies) -> None:
         plan = StepPlan(epoch=1, step=step, copies=(copies,))
         self.copier.begin(1, step, checked_copies(plan, [{DEVICE: NUM_BLOCKS, HOST: 4, DISK: 0}]))
 
-    def write(self, step: int, blocks: Sequence[int], names: Sequence[BlockName], source: int = DEVICE) -> None:
+    def write(
+        self, step: int, blocks: Sequence[int], names: Sequence[BlockName], source: int = DEVICE, salt: str = ""
+    ) -> None:
         pairs = pack_int32s([part for index, block in enumerate(blocks) for part in (block, index)])
-        self.begin(step, BlockCopies(source, DISK, pairs, names=pack_names(names)))
+        salts = ((len(names) - 1, salt_tags(salt)),) if salt else ()
+        self.begin(step, BlockCopies(source, DISK, pairs, names=pack_names(names), salts=salts))
 
     def load(self, step: int, blocks: Sequence[int], names: Sequence[BlockName]) -> None:
         pairs = pack_int32s([part for index, block in enumerate(blocks) for part in (index, block)])
@@ -100,10 +106,10 @@ class Slow(DiskTier):
         assert self.gate.wait(20)
         return super().load(names, rows)
 
-    def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+    def store(self, names: Sequence[BlockName], rows: Rows, salts: Mapping[BlockHash, bytes] = NO_SALTS) -> list[bool]:
         self.writes.set()
         assert self.gate.wait(20)
-        return super().store(names, rows)
+        return super().store(names, rows, salts)
 
 
 @pytest.fixture
@@ -136,6 +142,26 @@ def test_what_goes_there_is_as_it_was_when_the_step_began(executors: list[Execut
     one.load(2, [0], names[:1])
     assert one.bad() == []
     assert one.holds(0) == 7.0
+
+
+def test_blocks_are_deleted_after_the_copies_of_a_step(executors: list[Executor]) -> None:
+    one, other = executors
+    names, kept = prefix("a", 2), prefix("b", 1)
+    one.gate.clear()
+    one.write(1, [7], names[:1], salt="key:a")
+    one.copier.drop(DropStored(1, 5, DISK, 3, tag=salt_tag("key:a")))
+    one.write(2, [8, 9], [names[1], kept[0]], salt="key:b")
+    assert one.found.empty()
+    one.gate.set()
+    one.copier.begin(1, 3, ())
+    assert one.found.get(timeout=10) == StoredDropped(1, 5, 2)
+    assert other.disk.contains([*names, *kept]) == [False, False, True]
+    other.copier.begin(1, 1, ())
+    other.copier.drop(DropStored(1, 6, DISK, 0, names=pack_names([*names, *kept])))
+    assert other.found.get(timeout=10) == StoredDropped(1, 6, 1)
+    one.copier.drop(DropStored(1, 7, DISK, 4, tag=salt_tag("key:a")))
+    one.copier.reset(2, keep=True)
+    assert one.found.get(timeout=10) == StoredDropped(1, 7, 0), "the step will not come"
 
 
 def test_a_load_that_is_cancelled_is_confirmed_at_once_and_writes_nothing_any_more(executors: list[Executor]) -> None:

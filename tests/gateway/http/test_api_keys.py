@@ -26,7 +26,7 @@ from pagewise_gateway.metrics import Metrics
 from pagewise_shared.block_hash import root_hash
 from pagewise_shared.config import GatewayConfig
 from pagewise_shared.errors import ConfigError
-from pagewise_shared.protocol import DEVICE, HOST, KeyLimits, MemoryBudget, MemorySize
+from pagewise_shared.protocol import DEVICE, DISK, HOST, KeyLimits, MemoryBudget, MemorySize
 
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.server import MODEL, Server, serving
@@ -103,7 +103,9 @@ def test_the_rights_behind_one_key_hold_for_all_keys_of_the_name() -> None:
         ("alice: sk-secret memory.low=120%", "memory.low is more than 100%"),
         ("alice: sk-secret memory.min=30% memory.high=20%", "min of the memory is more than high"),
         ("alice: sk-secret memory.host.low=2GiB memory.host.high=1GiB", "low of the memory is more than high"),
-        ("alice: sk-secret memory.disk.min=1GiB", "memory.disk.min: only the device"),
+        ("alice: sk-secret memory.redis.min=1GiB", "memory.redis.min: only the device"),
+        ("alice: sk-secret memory.store.high=1GiB", "because a store evicts blocks by itself"),
+        ("alice: sk-secret memory.disk.min=2% memory.disk.high=1%", "min of the memory is more than high"),
         ("alice: sk-secret memory.max=1GiB", "what follows the key"),
         ("alice: sk-secret\nbob: sk-secret", "line 2: the key of bob"),
         ("alice: sk-secret concurrent=1\nalice: sk-other concurrent=2", "set already, in keys, line 1"),
@@ -119,7 +121,7 @@ def test_lines_that_cannot_be_understood_are_named_and_not_shown(line: str, name
 
 def test_budgets_of_memory() -> None:
     lines = (
-        "a: sk-a memory.min=1.5GiB memory.high=20% memory.host.low=512MB memory.low=0",
+        "a: sk-a memory.min=1.5GiB memory.high=20% memory.host.low=512MB memory.low=0 memory.disk.high=3%",
         "b: sk-b share=team",
         "c: sk-c share=team memory.min=50%",
     )
@@ -128,6 +130,7 @@ def test_budgets_of_memory() -> None:
     assert clients["a"].memory == (
         MemoryBudget(DEVICE, MemorySize(3 << 29), MemorySize(), MemorySize(share=0.2)),
         MemoryBudget(HOST, low=MemorySize(512_000_000)),
+        MemoryBudget(DISK, high=MemorySize(share=0.03)),
     )
     assert clients["b"].memory == clients["c"].memory == (MemoryBudget(DEVICE, MemorySize(share=0.5)),)
     assert clients["b"].owner == "group:team"
@@ -266,15 +269,18 @@ async def test_operators_reset_the_cache(key_file: Path) -> None:
             ("?key=bob", None),
             ("", {"salt": "all"}),
             ("", {"key": "alice", "reset_external": False}),
+            ("", {"key": "alice", "reset_external": True}),
         ):
             async with server.http.post(server.url + path + query, json=body, headers=ops) as response:
                 assert (response.status, await response.json()) == (200, {"executors": []})
-        assert server.scheduler.resets == ["", "group:g/x", "key:bob", "all", "key:alice"]
-        for wrong in ({"salt": "a", "key": "b"}, {"salt": ""}, {"reset_external": True}, {"sault": "a"}):
+        salts = ["", "group:g/x", "key:bob", "all", "key:alice", "key:alice"]
+        assert server.scheduler.resets == [(salt, number == 5) for number, salt in enumerate(salts)]
+        deep = {"salt": "/".join("a" * 31), "reset_external": True}
+        for wrong in ({"salt": "a", "key": "b"}, {"salt": ""}, {"reset_running_requests": True}, {"sault": "a"}, deep):
             assert (await server.post(path, wrong, **ops))[0] == 400
         assert (await server.http.post(server.url + path + "?sault=a", headers=ops)).status == 400
         assert (await server.post(path + "?key=bob", {}, **ops))[0] == 400, "else the caches of all keys were reset"
-        assert len(server.scheduler.resets) == 5
+        assert len(server.scheduler.resets) == 6
         async with server.http.get(server.url + "/debug/cache?key=bob&limit=x", headers=ops) as response:
             assert response.status == 400
 

@@ -76,6 +76,33 @@ def test_functions_that_python_cannot_name_are_refused() -> None:
     assert made == grammar("pythonic", functions=[Function("f", None, True)], required=False)
 
 
+def test_a_text_behind_a_reference_is_written_without_quotes() -> None:
+    """The parser of calls reads it as a text, too."""
+    definitions = {
+        "Text": {"type": "string", "description": "t"},
+        "Color": {"enum": ["red"]},
+        "Int": {"allOf": [{"$ref": "#/$defs/Number"}, {"minimum": 1}]},
+        "Number": {"type": "integer"},
+        "Both": {"allOf": [{"type": "string"}, {"type": ["string", "null"]}]},
+    }
+    direct = {"a": {"type": "string"}, "b": {"enum": ["red"]}, "c": {"type": "integer", "minimum": 1}}
+    referred = {"a": {"$ref": "#/$defs/Text"}, "b": {"$ref": "#/$defs/Color"}, "c": {"$ref": "#/$defs/Int"}}
+    made = [
+        grammar("qwen3_coder", functions=[Function("f", {"properties": each, "$defs": definitions}, True)])
+        for each in (direct, referred)
+    ]
+    assert made[0] == made[1]
+    with pytest.raises(UnsupportedSchemaError, match="allOf in the parameter 'a' of 'f'"):
+        grammar("qwen3_coder", functions=[
+            Function("f", {"properties": {"a": {"$ref": "#/$defs/Both"}}, "$defs": definitions}, True)
+        ])  # fmt: skip
+    wide = {str(number): {"anyOf": [{"$ref": f"#/$defs/{number + 1}"}] * 2} for number in range(100)} | {"100": {}}
+    with pytest.raises(UnsupportedSchemaError, match="over 1000 parts by references"):
+        grammar("qwen3_coder", functions=[
+            Function("f", {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": wide}, True)
+        ])  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["glm45", "pythonic"])
 def test_a_parameter_brings_the_definitions_that_it_needs(name: str) -> None:
     """With all definitions in each parameter, a schema of 200 KB would become a grammar of 300 MB."""

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from pagewise_scheduler.core.features.advice import Advice, Outcome
 from pagewise_scheduler.core.memory.eviction_history import ENDED, key_of
 from pagewise_scheduler.core.memory.predicted_uses import DOUBTED, HINTED, SHARED
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys, name_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
-from pagewise_shared.protocol import HOST, Advise, ReuseHints
+from pagewise_shared.block_hash import unpack_names
+from pagewise_shared.protocol import DISK, HOST, Advise, DropStored, ReuseHints
 
 from tests.core_requests import change
 from tests.scheduler.core.arenas import check_arena, create
@@ -101,6 +102,32 @@ def test_a_key_that_lies_loses_its_trust_alone() -> None:
     assert (counts["hints_broken"], counts["hints_kept"]) == (5, 5)
     sources = {key: clients.advice._trust_of(key).source for key in ("liar", "honest")}
     assert sources == {"liar": DOUBTED, "honest": HINTED}
+
+
+def test_dontneed_deletes_the_blocks_of_the_session_in_storage() -> None:
+    clients = Clients(hashed={DISK: "disk"})
+    clients.turn(prompt(1), "a")
+    clients.turn(prompt(2), "b")
+    names, storage = [name_of(node) for node in clients.path(prompt(1))], clients.executor.storage
+    assert (len(names), len(storage)) == (4, 8)
+    evict(clients.scheduler, clients.scheduler.kv.num_free + 3)
+    assert len(clients.path(prompt(1))) == 1, "storage alone has the others"
+    outcome = clients.advise("dontneed", "a")
+    assert (outcome.outcome, outcome.blocks) == ("accepted", 4)
+    (drop,) = clients.scheduler.features.messages(0.0)
+    assert isinstance(drop, DropStored)
+    assert (drop.tier, set(unpack_names(drop.names)), drop.tag) == (DISK, set(names), b"")
+    assert clients.scheduler.features.messages(0.0) == []
+    for name in names:
+        del storage[name.hash]
+    clients.turn(prompt(1), "a")
+    assert set(storage) >= {name.hash for name in names}, "written again"
+
+    evict(clients.scheduler, clients.scheduler.kv.num_total)
+    clients.turn(prompt(1), "c")
+    clients.turn(prompt(1), "d")
+    assert clients.advise("dontneed", "a").outcome == "refused", "other sessions have brought them back"
+    assert clients.scheduler.features.messages(0.0) == []
 
 
 @pytest.mark.parametrize("kind", ["cold", "dontneed"])

@@ -14,8 +14,8 @@ from pagewise_scheduler.core.routing.policies import make_routing, place
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.hashed import MAX_ARRIVING
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
-from pagewise_shared.block_hash import BlockHash
-from pagewise_shared.protocol import DISK, StepResult
+from pagewise_shared.block_hash import BlockHash, salt_tags, unpack_names
+from pagewise_shared.protocol import DISK, BlockCopies, StepResult
 
 from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler, evict, recoveries_of
@@ -83,6 +83,19 @@ def test_what_was_computed_outlives_the_executor_that_computed_it(mode: Recovery
         assert (began.method, began.loaded_tokens, began.source) == ("load", 48, "disk")
         assert again.executor.num_written == 2, "what came from there is not written again"
     assert_all_free(again.scheduler)
+
+
+def test_first_blocks_are_written_with_the_tags_of_their_salt() -> None:
+    node, written = Node({}), list[BlockCopies]()
+    change(request := create_request(prompt=PROMPT), cache_salt="key:a/b")
+    node.scheduler.add(request)
+    while plan := node.scheduler.schedule(0.0):
+        written += [copies for copies in plan.copies if copies.target == DISK]
+        node.scheduler.update(node.executor.execute(plan))
+        for copied in node.executor.finish_copies():
+            node.scheduler.copied(copied)
+    assert [copies.salts for copies in written if copies.salts] == [((0, salt_tags("key:a/b")),)]
+    assert sum(len(unpack_names(copies.names)) for copies in written) == 13
 
 
 def test_only_what_is_new_is_written() -> None:

@@ -338,9 +338,9 @@ class PlayedGateway:
         """Whether there was a request of that id, which an operator ends."""
         return (await self._answered(lambda number: AbortRequest(self.epoch, number, name))).found
 
-    async def reset_cache(self, salt: str = "") -> QueryAnswer:
+    async def reset_cache(self, salt: str = "", *, external: bool = False) -> QueryAnswer:
         """Release the cached blocks of a salt, or all."""
-        return await self._answered(lambda number: ResetCache(self.epoch, number, salt))
+        return await self._answered(lambda number: ResetCache(self.epoch, number, salt, external))
 
     async def _answered(self, question: Callable[[int], Message]) -> QueryAnswer:
         number = len(self.answers) + self._next

@@ -1,17 +1,22 @@
 """Cached prefixes as operators see and release them, and the lifetimes of blocks."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from pagewise_executor.runner import BesideSteps
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_gateway.http.explanation import sentences
 from pagewise_scheduler.core.memory.block_watch import BlockLifetimes
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.memory.tick_times import TickTimes
-from pagewise_shared.block_hash import adapter_salt, is_below, rope_salt
+from pagewise_scheduler.core.tiers.cache_reset import nodes_below, roots_of
+from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
+from pagewise_shared.block_hash import adapter_salt, is_below, rope_salt, salt_tag, salt_tags
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import HOST
+from pagewise_shared.protocol import DISK, HOST, DropStored, Found, LookUp, StoredDropped
 from pagewise_shared.reports import RequestReport
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
@@ -49,7 +54,7 @@ async def test_prefixes_are_listed_and_released_by_salt(tmp_path: Path) -> None:
         answer = msgspec.json.decode((await stack.gateway.reset_cache("key:alice")).body)
         assert {one["executor_id"] for one in answer["executors"]} == {"a", "b"}
         assert all(one | {"executor_id": "", "released": {}} == {
-            "executor_id": "", "unit": "blocks", "released": {}, "in_use": 0, "kept": []
+            "executor_id": "", "unit": "blocks", "released": {}, "in_use": 0, "kept": [], "failed": {}
         } for one in answer["executors"])  # fmt: skip
         before = {one.get("salt"): one["num_blocks"] for one in found}
         released = sum(one["released"]["device"] for one in answer["executors"])
@@ -79,6 +84,62 @@ async def test_blocks_in_use_stay_until_their_request_has_ended(tmp_path: Path) 
         assert len(await stack.generate([5] * 21, 4)) == 4
 
 
+class Storing(SimulatedRunner):
+    """Has a disk. ``error``: of deletions there; None: they do not return."""
+
+    error: str | None = ""
+
+    def __init__(self) -> None:
+        super().__init__(ExecutorConfig(num_blocks=64, block_size=4), tiers={DISK: 0})
+        self.drops: list[DropStored] = []
+
+    def handle(self, message: BesideSteps) -> None:
+        if isinstance(message, LookUp):
+            self._report(Found(message.epoch, message.number, 0))
+        elif isinstance(message, DropStored):
+            self.drops.append(message)
+            if self.error is not None:
+                self._report(StoredDropped(message.epoch, message.number, 7, self.error))
+        else:
+            super().handle(message)
+
+
+async def test_blocks_in_storage_are_deleted_if_asked_for(tmp_path: Path) -> None:
+    runners = {name: Storing() for name in "ab"}
+    runners["b"].error = "read-only"
+    async with running(tmp_path, recovery="swap") as stack, executor(tmp_path, "a", runner=runners["a"]):
+        async with executor(tmp_path, "b", runner=runners["b"]):
+            await stack.ready(2)
+            await stack.generate([7] * 40, 1)
+            (node, *_) = (node for each in stack.executors for node in nodes_below_all(each.scheduler.kv))
+            await until(lambda: node.flags & 1 << DISK)
+
+            async def reset(salt: str = "", *, external: bool = True) -> dict[str, tuple[Any, ...]]:
+                answer = msgspec.json.decode((await stack.gateway.reset_cache(salt, external=external)).body)
+                return {
+                    one["executor_id"]: (one["released"].get("disk"), one["kept"], one["failed"])
+                    for one in answer["executors"]
+                }
+
+            assert await reset("key:x", external=False) == dict.fromkeys("ab", (None, ["disk"], {}))
+            assert not runners["a"].drops
+            assert await reset("key:x") == {"a": (7, [], {}), "b": (7, [], {"disk": "read-only"})}
+            assert [drop.tag for runner in runners.values() for drop in runner.drops] == 2 * [salt_tag("key:x")]
+            assert node.flags & 1 << DISK, "of another salt"
+            runners["b"].error = None
+            asked = asyncio.create_task(reset())
+            await until(lambda: len(runners["b"].drops) == 2)
+            assert not asked.done()
+            assert not node.flags & 1 << DISK
+        assert await asked == {
+            "a": (7, [], {}), "b": (0, [], {"disk": "the executor is gone, and may have deleted a part"})
+        }  # fmt: skip
+
+
+def nodes_below_all(kv: KVCacheManager) -> list[CachedBlock]:
+    return [node for root in roots_of(kv, "") for node in nodes_below(root)]
+
+
 @pytest.mark.parametrize(
     ("salt", "wanted", "below"),
     [
@@ -95,6 +156,7 @@ async def test_blocks_in_use_stay_until_their_request_has_ended(tmp_path: Path) 
 )
 def test_which_salts_are_meant(salt: str | None, wanted: str, below: bool) -> None:
     assert is_below(salt, wanted) == below
+    assert (salt_tag(wanted) in salt_tags(salt)) == below, "by which storage knows it"
 
 
 async def test_a_missed_prefix_is_explained_by_the_reset(tmp_path: Path) -> None:

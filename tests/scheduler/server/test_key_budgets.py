@@ -10,9 +10,22 @@ import pytest
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_scheduler.server.gauges import refresh_gauges
 from pagewise_scheduler.server.key_budgets import owner_of
-from pagewise_shared.block_hash import adapter_salt, rope_salt
+from pagewise_shared.block_hash import adapter_salt, rope_salt, salt_tag
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import DEVICE, HOST, LayerGroup, MemoryBudget, MemorySize, RequestParams, Submit
+from pagewise_shared.protocol import (
+    DEVICE,
+    DISK,
+    HOST,
+    REDIS,
+    LayerGroup,
+    MemoryBudget,
+    MemorySize,
+    RequestParams,
+    SetStoredBudgets,
+    StoredBudget,
+    Submit,
+    TierInfo,
+)
 from pagewise_shared.sampling import SamplingParams
 
 from tests.scheduler.server.played_gateway import prompts_of
@@ -70,6 +83,26 @@ async def test_budgets_come_with_requests_and_hold_at_every_executor(
         # The line of the key has lost its budgets.
         await (await stack.gateway.submit_as(submit("a", [1, 2, 3]))).result()
         await until(lambda: shown(stack, "min_", "a") == 0)
+
+
+async def test_executors_get_the_budgets_of_their_disks(tmp_path: Path) -> None:
+    high = MemoryBudget(DISK, high=MemorySize(share=0.1))
+    async with running(tmp_path) as stack:
+        raw, welcome = await joined(tmp_path, tiers=(TierInfo(HOST, 8), TierInfo(DISK, 0, identity="d")))
+        await stack.ready(1)
+        stack.router.set_budgets("key:a/x", (high, MemoryBudget(REDIS, low=MemorySize(1))))
+
+        async def sent() -> SetStoredBudgets:
+            while not isinstance(message := await raw.receive(), SetStoredBudgets):
+                pass
+            return message
+
+        budget = StoredBudget(salt_tag("key:a"), high)
+        assert await sent() == SetStoredBudgets(welcome.epoch, DISK, (budget,))
+        assert stack.executors[0].scheduler.kv.pool.budgets is None, "the device has none"
+        stack.router.set_budgets("key:a", ())
+        assert await sent() == SetStoredBudgets(welcome.epoch, DISK)
+        raw.close()
 
 
 async def test_models_with_groups_of_layers_have_no_budgets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

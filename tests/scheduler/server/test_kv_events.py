@@ -10,11 +10,12 @@ import msgspec
 import pytest
 import zmq
 from pagewise_executor.simulated import SimulatedRunner
-from pagewise_scheduler.core.memory.prefix_tree import hash_of
+from pagewise_scheduler.core.memory.prefix_tree import block_keys, hash_of
 from pagewise_scheduler.server.kv_event_publisher import KVEventPublisher
 from pagewise_scheduler.server.kv_events import BlockRemoved, BlockStored, ExecutorEvents
+from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.config import ExecutorConfig, KVEventsConfig, SchedulerConfig, parse_config
-from pagewise_shared.protocol import DEVICE, HOST
+from pagewise_shared.protocol import DEVICE, DISK, HOST, REDIS, StoredGone, TierInfo, pack_int32s
 
 from tests.scheduler.core.builders import create_request, create_scheduler, evict
 from tests.scheduler.core.driving import executor_for, run
@@ -212,6 +213,69 @@ def test_events_say_whose_blocks_they_are() -> None:
     (removed,) = events.take()
     assert isinstance(removed, BlockRemoved)
     assert (len(removed.block_hashes), removed.medium) == (6, "CPU")
+
+
+@pytest.mark.parametrize(("tier", "medium"), [(DISK, "DISK"), (REDIS, "EXTERNAL")])
+def test_blocks_in_storage_are_announced_until_they_are_gone(tier: int, medium: str) -> None:
+    scheduler = create_scheduler(hashed={tier: "shared"})
+    events, served_by = ExecutorEvents(0, 4, "full"), executor_for(scheduler)
+    scheduler.kv.hashed[tier].watcher = events
+
+    def taken(*gone: BlockHash, found: int | None = None) -> list[tuple[str, int]]:
+        events.gone(gone, tier)
+        if not gone:
+            scheduler.add(request := create_request(prompt=[*range(18)], max_tokens=1))
+            if found is not None:
+                request.stored["shared"] = found
+                scheduler.features.write_back.entered(request)
+            run(scheduler, served_by)
+        new = [event for event in events.take() if isinstance(event, BlockStored | BlockRemoved)]
+        assert all(event.medium == medium for event in new)
+        return [(type(event).__name__, len(event.block_hashes)) for event in new]
+
+    assert taken() == [("BlockStored", 4)]
+    assert taken() == []
+    stored = list(served_by.storage)
+    assert taken(*stored[2:], *stored[3:]) == [("BlockRemoved", 2)]
+    assert taken(*stored[2:]) == []
+    assert taken(found=1) == [("BlockRemoved", 1), ("BlockStored", 3)], "the others were not found, and written again"
+
+
+async def test_a_disk_that_evicts_is_told_for_all_that_share_it(tmp_path: Path) -> None:
+    runners = [SimulatedRunner(ExecutorConfig(num_blocks=24, block_size=4), tiers={DISK: 0}) for _ in range(2)]
+    for runner in runners:
+        runner.info = msgspec.structs.replace(runner.info, tiers=(TierInfo(DISK, 0, identity="shared"),))
+    context = zmq.Context()
+    try:
+        config = _config(tmp_path, replay_endpoint=f"ipc://{tmp_path}/replay")
+        async with (
+            running(tmp_path, kv_events_config=config, routing="round-robin", recovery="swap") as stack,
+            executor(tmp_path, "a", runner=runners[0]),
+            executor(tmp_path, "b", runner=runners[1]),
+        ):
+            await stack.ready(2)
+            subscriber = await _subscribed(context, tmp_path, stack, _MapBatch)
+            for _ in range(2):
+                await stack.generate([1, 2, 3] * 5, 1)
+
+            def on_disk() -> dict[tuple[int, ...], set[int]]:
+                subscriber.read()
+                found: dict[tuple[int, ...], set[int]] = {}
+                for (rank, medium, _), tokens in subscriber.prefixes.items():
+                    if medium == "DISK":
+                        found.setdefault(tokens, set()).add(rank)
+                return found
+
+            prefix = (1, 2, 3) * 4
+            await until(lambda: on_disk().get(prefix) == {0, 1})
+            (handle,) = (one for one in stack.executors if one.executor_id == "a")
+            tree = handle.scheduler.kv.pool.tree
+            (*_, node) = tree.walk(tree.root_of(None), block_keys(pack_int32s(prefix), 4))
+            runners[0]._report(StoredGone(handle.scheduler.epoch, DISK, hash_of(node)))
+            await until(lambda: prefix not in on_disk())
+            assert on_disk()[prefix[:8]] == {0, 1}
+    finally:
+        context.destroy(linger=0)
 
 
 def test_batches_beyond_the_queue_are_lost_with_their_numbers(tmp_path: Path) -> None:

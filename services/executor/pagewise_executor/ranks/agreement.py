@@ -27,6 +27,7 @@ from pagewise_shared.protocol import (
     Hello,
     Inventory,
     NamedBlocks,
+    StoredDropped,
     pack_int32s,
     unpack_int32s,
 )
@@ -35,7 +36,7 @@ from pagewise_executor.ranks.messages import Ready
 
 log = logging.getLogger(__name__)
 
-Answer = Copied | Found | AdapterLoaded
+Answer = Copied | Found | StoredDropped | AdapterLoaded
 """The reports of which every rank sends one."""
 
 _Key = tuple[object, ...]
@@ -71,7 +72,7 @@ class Agreement:
 
 
 def _key(message: Answer) -> _Key:
-    if isinstance(message, Found | AdapterLoaded):
+    if isinstance(message, Found | StoredDropped | AdapterLoaded):
         return type(message), message.epoch, message.number
     return Copied, message.epoch, message.step, message.source, message.target, message.peer, message.group
 
@@ -84,6 +85,9 @@ def _joined(messages: Sequence[Any]) -> Answer:
         # place where it has the windows. The least of these is a place for the rank that named it; if another rank has
         # no windows there, its loads fail, and the sequence computes the prefix.
         return replace(first, num_blocks=min(each.num_blocks for each in messages))
+    if isinstance(first, StoredDropped):  # each rank has deleted its parts of the same blocks
+        error = next(filter(None, (each.error for each in messages)), "")
+        return replace(first, num_blocks=max(each.num_blocks for each in messages), error=error)
     elapsed_us, errors = max(each.elapsed_us for each in messages), [each.error for each in messages]
     if isinstance(first, AdapterLoaded):
         # The adapter is loaded if it is on all ranks. It is gone from the host as soon as one rank has evicted it.

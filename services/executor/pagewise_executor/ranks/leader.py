@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import AdapterLoaded, Copied, Found, Inventory, Message, encode
+from pagewise_shared.protocol import AdapterLoaded, Copied, Found, Inventory, Message, StoredDropped, StoredGone, encode
 from pagewise_shared.service_process import CANNOT_START
 
 from pagewise_executor.process_end import End, end_process
@@ -117,10 +117,10 @@ class Follower:
                     return
                 if isinstance(message, Counted):
                     self.counted = message
-                elif isinstance(message, Copied | Found | AdapterLoaded):
+                elif isinstance(message, Copied | Found | StoredDropped | AdapterLoaded):
                     if self.agreement is not None:
                         self.agreement.add(self.rank, message)
-                else:
+                elif not isinstance(message, StoredGone):  # rank 0 tells which blocks are gone
                     self._answers.put(message)
         except (EOFError, OSError):
             if not self._closing:

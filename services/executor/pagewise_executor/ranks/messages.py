@@ -9,13 +9,17 @@ from pagewise_shared.protocol import (
     AdapterLoaded,
     CancelCopies,
     Copied,
+    DropStored,
     Found,
     GroupedStepPlan,
     Inventory,
     LoadAdapter,
     LookUp,
     Message,
+    SetStoredBudgets,
     StepPlan,
+    StoredDropped,
+    StoredGone,
     Welcome,
 )
 
@@ -121,8 +125,20 @@ class Failed(Message, frozen=True):
     final: bool = False
 
 
-ToRank = StepPlan | GroupedStepPlan | Welcome | CancelCopies | LookUp | LoadAdapter | ListBlocks | Offered | Stop
-FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | AdapterLoaded
+ToRank = (
+    StepPlan
+    | GroupedStepPlan
+    | Welcome
+    | CancelCopies
+    | LookUp
+    | DropStored
+    | SetStoredBudgets
+    | LoadAdapter
+    | ListBlocks
+    | Offered
+    | Stop
+)
+FromRank = Ready | ResetDone | Listed | Counted | Failed | Copied | Found | StoredDropped | StoredGone | AdapterLoaded
 
 ToNode = Heartbeat | Rejected | Admitted
 FromNode = Join | Ended

@@ -1,4 +1,4 @@
-"""Passes the copies of a plan, and look-ups, to the tiers of the executor."""
+"""Passes the copies of a plan, look-ups and drops to the tiers of the executor."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -8,11 +8,15 @@ from pagewise_shared.protocol import (
     DEVICE,
     CancelCopies,
     Copied,
+    DropStored,
     Found,
     Inventory,
     LayerGroup,
     LookUp,
     NamedBlocks,
+    SetStoredBudgets,
+    StoredDropped,
+    StoredGone,
     pack_int32s,
 )
 
@@ -45,6 +49,7 @@ class BlockCopier:
         self._lock = threading.Lock()
         self._begun = (-1, -1)  # epoch and step
         self._unwanted: set[CancelCopies] = set()
+        self._drops: list[DropStored] = []
 
     def begin(self, epoch: int, step: int, jobs: Iterable[CopyJob]) -> None:
         """Begin a step's copies. When this returns, the step may be issued: see ``Tier.begin``."""
@@ -60,6 +65,7 @@ class BlockCopier:
             self._unwanted -= unwanted
         for one in unwanted:
             self._cancel(one)
+        self._drop_due()
 
     def cancel(self, cancelled: CancelCopies) -> None:
         """Confirm copies of a step soon. May be called on any thread, and before ``begin``: the step may still wait
@@ -79,13 +85,35 @@ class BlockCopier:
         if (tier := self.tiers.get(message.tier)) is not None:
             tier.look_up(message, self._block_size, self._groups)
 
+    def drop(self, message: DropStored) -> None:
+        """Delete blocks of a tier once the message's step has begun. May be called on any thread."""
+        with self._lock:
+            self._drops.append(message)
+        self._drop_due()
+
+    def set_budgets(self, message: SetStoredBudgets) -> None:
+        """Set the budgets of a tier. May be called on any thread."""
+        if (tier := self.tiers.get(message.tier)) is not None:
+            tier.set_budgets(message.budgets)
+
+    def _drop_due(self) -> None:
+        with self._lock:
+            due = [one for one in self._drops if (one.epoch, one.step) <= self._begun]
+            self._drops = [one for one in self._drops if (one.epoch, one.step) > self._begun]
+        for one in due:
+            if (tier := self.tiers.get(one.tier)) is not None:
+                tier.drop(one, self._groups)
+
     def reset(self, epoch: int, *, keep: bool) -> None:
         """Void all jobs of older epochs, and forget all blocks with ids unless ``keep``."""
         for tier in (self.peers, *self.tiers.values()):
             tier.reset(epoch, keep=keep)
+        with self._lock:
+            self._begun = epoch, 0
+        self._drop_due()
 
-    def report_to(self, report: Callable[[Copied | Found], None]) -> None:
-        """Call ``report``, on any thread, for every list of copies that is done, and for every look-up."""
+    def report_to(self, report: Callable[[Copied | Found | StoredDropped | StoredGone], None]) -> None:
+        """Call ``report``, on any thread, for every list of copies that is done, every look-up and every drop."""
         for tier in (self.peers, *self.tiers.values()):
             tier.report = report
 

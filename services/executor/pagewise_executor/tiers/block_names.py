@@ -1,20 +1,35 @@
 """The names of blocks in tiers that outlive executors, and the header that is stored with a block there."""
 
+import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
 import xxhash
-from pagewise_shared.block_hash import HASH_BYTES, BlockHash, BlockName, block_hash
+from pagewise_shared.block_hash import (
+    HASH_BYTES,
+    MAX_SALT_TAGS,
+    SALT_TAG_BYTES,
+    BlockHash,
+    BlockName,
+    block_hash,
+)
 
 from pagewise_executor.tiers.tier import Rows
 
 _HEADER = struct.Struct(f"<8sQQ{HASH_BYTES}s{HASH_BYTES}s")
 _MAGIC = b"pagewis1"
 HEADER_BYTES = _HEADER.size
+SALTS_BYTES = MAX_SALT_TAGS * SALT_TAG_BYTES
+"""The most bytes of the ``salt_tags`` that are stored with the first block of a prefix."""
 
 _LOOKED_AT = 32
+
+
+SCRATCH = BlockHash(hashlib.sha256(b"scratch").digest())
+"""The parent of the blocks with which the speed of copies is measured."""
+_SCRATCH = SCRATCH.hex()[:16]
 
 
 def content_name(fingerprint: str, digest: str) -> str:
@@ -32,15 +47,33 @@ def short_hash(hash_of_block: BlockHash) -> str:
     return hash_of_block.hex()[:16]
 
 
-def descendants(parents: Mapping[str, str], root: str) -> list[str]:
-    """Return all blocks below ``root``. ``parents``: the parent of each block; all by their short hashes."""
+def descendants(parents: Mapping[str, str], roots: Iterable[str]) -> list[str]:
+    """Return all blocks below ``roots``. ``parents``: the parent of each block; all by their short hashes."""
     children: dict[str, list[str]] = {}
     for own, parent in parents.items():
         children.setdefault(parent, []).append(own)
-    found = list(children.pop(root, ()))
+    found = [own for root in roots for own in children.pop(root, ())]
     for own in found:  # it grows
         found += children.pop(own, ())
     return found
+
+
+def of_salt(parents: Mapping[str, str], tags_of: Callable[[Sequence[str]], Iterable[bytes]], tag: bytes) -> list[str]:
+    """Return the blocks of the prefixes whose salt has a tag (``salt_tag``), or is not known; without a tag all.
+
+    A salt is not known of blocks whose beginning is gone, and of blocks from before tags were stored. ``parents``: see
+    ``descendants``. ``tags_of``: returns the stored ``salt_tags`` of each of some blocks; empty: none are stored.
+    """
+    if not tag:
+        return [own for own, parent in parents.items() if not parent.endswith(_SCRATCH)]
+    owns = [own for own, parent in parents.items() if parent not in parents and not parent.endswith(_SCRATCH)]
+    chosen = [own for own, tags in zip(owns, tags_of(owns), strict=True) if _fits(tags, tag)]
+    return chosen + descendants(parents, chosen)
+
+
+def _fits(tags: bytes, wanted: bytes) -> bool:
+    starts = range(0, len(tags), SALT_TAG_BYTES)
+    return not any(tags) or any(tags[start : start + SALT_TAG_BYTES] == wanted for start in starts)
 
 
 def chain(root: BlockHash, tokens: bytes, block_size: int) -> list[BlockName]:

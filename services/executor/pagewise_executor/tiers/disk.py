@@ -4,7 +4,8 @@ Executors of one machine share the folder, and executors of several machines sha
 under a temporary name and then renamed, so two executors may write the same block at once, and a checksum finds a block
 that a crash has cut off. Another user who may write to the folder (/tmp, or a mount that several users share) could put
 blocks there, so only files of the executor's own user are read. The name of a file has the hashes of its block and of
-the block before it, so eviction needs only a listing to know the order of blocks.
+the block before it, so eviction needs only a listing to know the order of blocks. The first block of a prefix has the
+tags of its cache salt in its header.
 """
 
 import errno
@@ -12,27 +13,31 @@ import fcntl
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
-from pagewise_shared.block_hash import BlockName, root_hash
+from pagewise_shared.block_hash import HASH_BYTES, SALT_TAG_BYTES, BlockHash, BlockName, root_hash
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import DISK, StoredBudget
 
 from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
+    SALTS_BYTES,
+    SCRATCH,
     descendants,
     fingerprint_of,
     header,
     is_sound,
+    of_salt,
     short_hash,
 )
-from pagewise_executor.tiers.hashed import SCRATCH, HashedTier
+from pagewise_executor.tiers.disk_budgets import StoredFile, bounds_of, in_order
+from pagewise_executor.tiers.hashed import NO_SALTS, HashedTier
 from pagewise_executor.tiers.tier import Rows
 
 _PAGE = 4096
@@ -67,6 +72,7 @@ class DiskTier(HashedTier):
         self._numbers = count()
         self._lock = Lock()
         self._used, self._listed = 0, float("-inf")
+        self._budgets: Sequence[StoredBudget] = ()
         self._direct = getattr(os, "O_DIRECT", 0)
         try:
             self._folder.mkdir(0o700, parents=True, exist_ok=True)  # KV reveals the prompts
@@ -139,20 +145,21 @@ class DiskTier(HashedTier):
             os.close(descriptor)
         return done == self._file_bytes
 
-    def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+    def store(self, names: Sequence[BlockName], rows: Rows, salts: Mapping[BlockHash, bytes] = NO_SALTS) -> list[bool]:
         """Write blocks that are not there, then evict if the folder is full. Return for each whether it is there."""
         written = [
             # Blocks that measure how long writing takes are written again.
-            (name.parent != SCRATCH and self._touch(name)) or self._store_one(name, row)
+            (name.parent != SCRATCH and self._touch(name)) or self._store_one(name, row, salts.get(name.hash, b""))
             for name, row in zip(names, rows, strict=True)
         ]
         self._make_room()
         return written
 
-    def _store_one(self, name: BlockName, row: Rows) -> bool:
+    def _store_one(self, name: BlockName, row: Rows, salt: bytes) -> bool:
         path = self._path(name)
         temporary = f"{path}.{uuid.getnode():x}.{os.getpid()}.{next(self._numbers)}{_TEMPORARY}"
-        content = [header(name, row), bytes(_PAGE - HEADER_BYTES), row.tobytes(), bytes(-len(row) % _PAGE)]
+        start = (header(name, row) + salt).ljust(_PAGE, b"\0")
+        content = [start, row.tobytes(), bytes(-len(row) % _PAGE)]
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
@@ -174,6 +181,44 @@ class DiskTier(HashedTier):
         with self._lock:
             self._used += self._file_bytes
         return True
+
+    def delete(self, names: Iterable[BlockName]) -> int:
+        """Delete the files of blocks. Return how many there were.
+
+        Raises:
+            OSError: a file cannot be deleted.
+        """
+        return self._unlink(map(self._path, names))
+
+    def delete_salt(self, tag: bytes) -> int:
+        """Delete the files of the blocks of a ``salt_tag``, or all (empty). Return how many there were.
+
+        Raises:
+            OSError: a file cannot be read or deleted.
+        """
+        files: dict[str, list[StoredFile]] = {}
+        for file in _list(self._folder):
+            files.setdefault(file.own, []).append(file)
+        parents = {own: each[0].parent for own, each in files.items()}
+        chosen = of_salt(parents, lambda owns: (_salt_of(files[own][0].path) for own in owns), tag)
+        return self._unlink(file.path for own in chosen for file in files[own])
+
+    def _report_gone(self, paths: Iterable[str]) -> None:
+        names = (Path(path) for path in paths)
+        own = [path.name.partition(".")[0] for path in names if path.parent.parent == self._folder]
+        self.gone(DISK, [bytes.fromhex(digits) for digits in own if len(digits) == 2 * HASH_BYTES])
+
+    def _unlink(self, paths: Iterable[str]) -> int:
+        paths = [*paths]
+        num_deleted = _unlink(paths)
+        self._report_gone(paths)
+        with self._lock:
+            self._used = max(0, self._used - num_deleted * self._file_bytes)
+        return num_deleted
+
+    def set_budgets(self, budgets: Sequence[StoredBudget]) -> None:
+        """Evict by these budgets from now on."""
+        self._budgets = budgets
 
     def close(self) -> None:
         """Void all jobs, and end all threads."""
@@ -200,28 +245,20 @@ class DiskTier(HashedTier):
                 files = list(chain.from_iterable(map(_list, self._root.glob("*/"))))
                 used = sum(file.size for file in files)
                 if used > self._most_bytes:
-                    for file in least_recently_used(files):
+                    deleted: list[str] = []
+                    for file in in_order(files, bounds_of(self._budgets, self._most_bytes), _owner_of):
                         if used <= self._most_bytes * _ROOM:
                             break
                         with suppress(FileNotFoundError):
                             os.unlink(file.path)
+                        deleted.append(file.path)
                         used -= file.size
+                    self._report_gone(deleted)
                 self._used, self._listed = used, now
         except BlockingIOError:  # another process deletes blocks now
             self._listed = now
         except OSError as error:
             self.failed("blocks cannot be deleted: %s", error)
-
-
-class StoredFile(NamedTuple):
-    """A block's file. ``own``, ``parent``: content name and short hash of the block, and of the block before it.
-    ``used``: the time of its last use in nanoseconds. ``size``: bytes."""
-
-    path: str
-    own: str
-    parent: str
-    used: int
-    size: int
 
 
 def _list(folder: Path) -> Iterator[StoredFile]:
@@ -242,22 +279,6 @@ def _list(folder: Path) -> Iterator[StoredFile]:
                         os.unlink(entry.path)
 
 
-def least_recently_used(files: Sequence[StoredFile]) -> list[StoredFile]:
-    """Return files in the order of eviction: each after all files that follow it in a prefix."""
-    by_own = {file.own: file for file in files}
-    kept: dict[str, StoredFile] = {}  # in reverse order of eviction
-    for file in sorted(files, key=lambda file: file.used, reverse=True):
-        path = []
-        current: StoredFile | None = file
-        while current is not None and current.own not in kept:
-            path.append(current)
-            kept[current.own] = current  # now, so that names that form a circle end the walk
-            current = by_own.get(current.parent)
-        for one in reversed(path):
-            kept[one.own] = kept.pop(one.own)
-    return list(reversed(kept.values()))
-
-
 def wipe(folder: Path, salt: str | None) -> int:
     """Delete all blocks of requests with a cache salt, of every model; returns how many there were.
 
@@ -272,11 +293,32 @@ def wipe(folder: Path, salt: str | None) -> int:
             paths.setdefault(file.own, []).append(file.path)
             parents[file.own] = file.parent
         root = f"{content.name} {short_hash(root_hash(fingerprint_of(content.name), salt))}"
-        for path in (path for own in descendants(parents, root) for path in paths[own]):
-            with suppress(FileNotFoundError):
-                os.unlink(path)
-                num_wiped += 1
+        num_wiped += _unlink(path for own in descendants(parents, [root]) for path in paths[own])
     return num_wiped
+
+
+def _unlink(paths: Iterable[str]) -> int:
+    """Delete files; return how many there were."""
+    num_deleted = 0
+    for path in paths:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+            num_deleted += 1
+    return num_deleted
+
+
+def _salt_of(path: str) -> bytes:
+    """Return the ``salt_tags`` in a file; nothing if it is gone."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        return file.read(HEADER_BYTES + SALTS_BYTES)[HEADER_BYTES:]
+    return b""
+
+
+def _owner_of(path: str) -> bytes:
+    """Return the tag of the owner in a file: the one after the tag of all salts."""
+    with suppress(OSError):  # then it has no owner that is known
+        return _salt_of(path)[SALT_TAG_BYTES : 2 * SALT_TAG_BYTES].strip(b"\0")
+    return b""
 
 
 def _check_own(status: os.stat_result, path: str | Path) -> None:

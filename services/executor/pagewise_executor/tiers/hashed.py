@@ -12,16 +12,18 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 
 import numpy as np
-from pagewise_shared.block_hash import BlockHash, BlockName
+from pagewise_shared.block_hash import BlockHash, BlockName, unpack_names
 from pagewise_shared.logs import BoundedLog
-from pagewise_shared.protocol import DEVICE, Found, LayerGroup, LookUp
+from pagewise_shared.protocol import DEVICE, DropStored, Found, LayerGroup, LookUp, StoredDropped, StoredGone
 
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.tiers.block_names import chain, num_leading
+from pagewise_executor.grouped_batch import page_name
+from pagewise_executor.tiers.block_names import SCRATCH, chain, num_leading
 from pagewise_executor.tiers.resume_points import resume_point
 from pagewise_executor.tiers.tier import FarJob, FarTier, Rows, Tier
 
@@ -30,22 +32,17 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 32 * 2**20
 """About how much is read before it is written to the device."""
 _SCRATCH_BLOCKS = 8
+_MOST_HASHES = 16_384
+"""The most hashes in one report."""
 _END_SECONDS = 3.0
 """The most that ``close`` waits for work that has begun: longer than a store takes to answer, or is given up."""
-
-
-def _hash_of(text: str) -> BlockHash:
-    return BlockHash(hashlib.sha256(text.encode()).digest())
-
-
-SCRATCH = _hash_of("scratch")
-"""The parent of the blocks with which the speed of copies is measured."""
+NO_SALTS: Mapping[BlockHash, bytes] = MappingProxyType({})
 
 
 class HashedTier(FarTier, ABC):
     """A tier of named blocks. Loads, stores and look-ups have a thread each, so that no step waits for any of them.
 
-    Subclasses store the blocks. None of their methods raises: failures are logged and counted.
+    Subclasses store the blocks. Failures of reads and writes are logged and counted, and not raised.
 
     ``name``: for the log. ``identity``: see ``Tier``.
     """
@@ -55,6 +52,8 @@ class HashedTier(FarTier, ABC):
         self.name, self.bytes_per_block, self.identity = name, bytes_per_block, identity
         self._complaints = BoundedLog(log)
         self._inboxes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
+        self._inboxes_lock = threading.Lock()
+        self._epoch = -1
         self._threads: list[threading.Thread] = []
 
     @abstractmethod
@@ -66,8 +65,20 @@ class HashedTier(FarTier, ABC):
         """Read blocks into ``rows``. Return for each whether it was there and is sound."""
 
     @abstractmethod
-    def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
-        """Write blocks that are not there. Return for each whether it is there now."""
+    def store(self, names: Sequence[BlockName], rows: Rows, salts: Mapping[BlockHash, bytes] = NO_SALTS) -> list[bool]:
+        """Write blocks that are not there. Return for each whether it is there now.
+
+        ``salts``: the ``salt_tags`` of first blocks of prefixes, by their hashes, which are stored with them.
+        """
+
+    @abstractmethod
+    def delete(self, names: Iterable[BlockName]) -> int:
+        """Delete blocks. Return how many were there. Unlike the other methods, this and ``delete_salt`` raise the
+        errors of the storage."""
+
+    @abstractmethod
+    def delete_salt(self, tag: bytes) -> int:
+        """Delete the blocks of a ``salt_tag``, or all blocks (empty). Return how many there were."""
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
         """Begin copies on the thread for loads, or for stores. A store reads the upper tier now: see ``Tier``."""
@@ -80,11 +91,12 @@ class HashedTier(FarTier, ABC):
         self._enqueue("store", lambda: self._do(copies, lambda: self._store(copies, read, rows)))
 
     def _enqueue(self, kind: str, work: Callable[[], None]) -> None:
-        if kind not in self._inboxes:  # by the one thread that asks for work of this kind
-            inbox = self._inboxes[kind] = queue.SimpleQueue()
-            thread = threading.Thread(target=_run, args=(inbox,), name=f"{kind} {self.name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._inboxes_lock:
+            if kind not in self._inboxes:
+                inbox = self._inboxes[kind] = queue.SimpleQueue()
+                thread = threading.Thread(target=_run, args=(inbox,), name=f"{kind} {self.name}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
         self._inboxes[kind].put(work)
 
     def _do(self, job: FarJob, work: Callable[[], None]) -> None:
@@ -111,7 +123,7 @@ class HashedTier(FarTier, ABC):
         sound = np.array(read.result(), bool)
         targets = job.copies.pairs[sound, 1]  # the others are confirmed as bad
         names = [job.copies.names[index] for index in targets.tolist()]
-        stored = self.store(names, rows if sound.all() else rows[sound])
+        stored = self.store(names, rows if sound.all() else rows[sound], job.copies.salts)
         job.missing.difference_update(targets[np.array(stored, bool)].tolist())
 
     def look_up(self, message: LookUp, block_size: int, groups: Sequence[LayerGroup] = ()) -> None:
@@ -131,10 +143,38 @@ class HashedTier(FarTier, ABC):
 
         self._enqueue("look up", find)
 
+    def drop(self, message: DropStored, groups: Sequence[LayerGroup] = ()) -> None:
+        """Delete blocks as the message says, after all stores that have begun, and report it. May be called on any
+        thread. ``groups``: of layers, if there are several."""
+        names = unpack_names(message.names)
+
+        def delete() -> None:
+            deleted, error = 0, ""
+            try:
+                deleted = self.delete(_pages_of(names, groups)) if names else self.delete_salt(message.tag)
+            except Exception as failure:  # of any kind: an operator waits for the answer
+                self.failed("blocks cannot be deleted: %s", failure)
+                error = str(failure)
+            self.report(StoredDropped(message.epoch, message.number, deleted, error))
+
+        self._enqueue("store", delete)
+
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
         """Return blocks that no prefix has; the same in every process, so that their number stays small."""
         numbers = range(min(count, _SCRATCH_BLOCKS))
-        return list(numbers), [BlockName(_hash_of(f"scratch {number}"), SCRATCH) for number in numbers]
+        return list(numbers), [
+            BlockName(BlockHash(hashlib.sha256(f"scratch {number}".encode()).digest()), SCRATCH) for number in numbers
+        ]
+
+    def reset(self, epoch: int, *, keep: bool) -> None:
+        """Void all jobs of older epochs. The blocks stay."""
+        super().reset(epoch, keep=keep)
+        self._epoch = epoch
+
+    def gone(self, tier: int, hashes: Sequence[bytes]) -> None:
+        """Report that blocks were deleted."""
+        for start in range(0, len(hashes) if self._epoch >= 0 else 0, _MOST_HASHES):
+            self.report(StoredGone(self._epoch, tier, b"".join(hashes[start : start + _MOST_HASHES])))
 
     def close(self) -> None:
         """Void all jobs and end all threads.
@@ -142,7 +182,7 @@ class HashedTier(FarTier, ABC):
         Work that has begun is finished, because subclasses then release what it uses. But a disk may hang: threads that
         take longer end by themselves.
         """
-        self.reset(0, keep=True)
+        super().reset(0, keep=True)
         for inbox in self._inboxes.values():
             inbox.put(None)
         until = time.monotonic() + _END_SECONDS
@@ -153,6 +193,16 @@ class HashedTier(FarTier, ABC):
         """Log and count a read or a write that has failed."""
         self.num_errors += 1
         self._complaints.warning(text, *values)
+
+
+def _pages_of(names: Iterable[BlockName], groups: Sequence[LayerGroup]) -> Iterator[BlockName]:
+    """Return the names of all pages of blocks, of each group."""
+    for name in names:
+        yield name
+        for number, group in enumerate(groups):
+            for index in range(group.pages_per_block):
+                if number or index:
+                    yield page_name(name, number, index)
 
 
 def _run(inbox: "queue.SimpleQueue[Callable[[], None] | None]") -> None:

@@ -2,25 +2,29 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 import redis
-from pagewise_shared.block_hash import BlockName, root_hash
+from pagewise_shared.block_hash import BlockHash, BlockName, root_hash
 from pagewise_shared.errors import ConfigError
+from pagewise_shared.protocol import REDIS
 from pagewise_shared.start_checks import connect_store
 
 from pagewise_executor.tiers.block_names import (
     HEADER_BYTES,
+    SALTS_BYTES,
     descendants,
     fingerprint_of,
     header,
     is_sound,
+    of_salt,
     short_hash,
 )
-from pagewise_executor.tiers.hashed import HashedTier
+from pagewise_executor.tiers.hashed import NO_SALTS, HashedTier
 from pagewise_executor.tiers.tier import Rows
 
 T = TypeVar("T")
@@ -28,6 +32,8 @@ T = TypeVar("T")
 _PIECE_BYTES = 16 * 2**20
 """About the bytes of one request or answer."""
 _IDENTITY = "pagewise:identity"
+_SCANNED = 1000
+"""About the keys of one answer of the server to a scan, and of one request to delete."""
 _REST_SECONDS = 5.0
 """The pause after a server has not answered: each try would wait for a time-out."""
 
@@ -67,7 +73,7 @@ class RedisTier(HashedTier):
             for name in names:
                 pipeline.strlen(self._key(name))  # counts as a use; EXISTS does not
             pipeline.get(_IDENTITY)  # a use of the identity, which must not become the least recently used key
-            return [length == self._value_bytes for length in pipeline.execute()[:-1]]
+            return [self._is_whole(length) for length in pipeline.execute()[:-1]]
 
         return self._ask(lengths, [False] * len(names))
 
@@ -84,27 +90,32 @@ class RedisTier(HashedTier):
     def _take(self, name: BlockName, row: Rows, value: Any) -> bool:
         if value is None:
             return False
-        if len(value) == self._value_bytes:
-            row[:] = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
+        if self._is_whole(len(value)):
+            row[:] = np.frombuffer(value, np.uint8, self.bytes_per_block, HEADER_BYTES)
             if is_sound(value[:HEADER_BYTES], name, row):
                 return True
         self.failed("a block in the store is corrupt: its checksum does not match")
         self._ask(lambda: self._client.delete(self._key(name)), 0)
         return False
 
-    def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+    def _is_whole(self, length: int) -> bool:
+        """Whether a value of this length has a header and a block; the tags of a salt may follow."""
+        return self._value_bytes <= length <= self._value_bytes + SALTS_BYTES
+
+    def store(self, names: Sequence[BlockName], rows: Rows, salts: Mapping[BlockHash, bytes] = NO_SALTS) -> list[bool]:
         """Write blocks. Return for each whether the server has taken it."""
         written: list[bool] = []
         for start in range(0, len(names), self._per_piece):
             part = slice(start, start + self._per_piece)
-            written += self._send(names[part], rows[part])
+            written += self._send(names[part], rows[part], salts)
         return written
 
-    def _send(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
+    def _send(self, names: Sequence[BlockName], rows: Rows, salts: Mapping[BlockHash, bytes]) -> list[bool]:
         def send() -> list[bool]:
             pipeline = self._client.pipeline(transaction=False)
             for name, row in zip(names, rows, strict=True):
-                pipeline.set(self._key(name), header(name, row) + row.tobytes(), ex=self._expire)
+                value = header(name, row) + row.tobytes() + salts.get(name.hash, b"")
+                pipeline.set(self._key(name), value, ex=self._expire)
             answers = pipeline.execute(raise_on_error=False)
             errors = [answer for answer in answers if isinstance(answer, Exception)]
             if errors:  # the server answers, but it is full or read-only
@@ -112,6 +123,42 @@ class RedisTier(HashedTier):
             return [not isinstance(answer, Exception) for answer in answers]
 
         return self._ask(send, [False] * len(names))
+
+    def delete(self, names: Iterable[BlockName]) -> int:
+        """Delete blocks. Return how many there were.
+
+        Raises:
+            RedisError: the server does not answer.
+        """
+        return self._delete(map(self._key, names))
+
+    def delete_salt(self, tag: bytes) -> int:
+        """Delete the blocks of a ``salt_tag``, or all (empty). Return how many there were.
+
+        Raises:
+            RedisError: the server does not answer.
+        """
+        keys: dict[str, list[bytes]] = {}
+        parents: dict[str, str] = {}
+        for key in self._client.scan_iter(self._prefix + b"*", count=_SCANNED):
+            own, parent = _block_of(key)
+            keys.setdefault(own, []).append(key)
+            parents[own] = parent
+
+        def tags_of(owns: Sequence[str]) -> list[bytes]:
+            pipeline = self._client.pipeline(transaction=False)
+            for own in owns:
+                pipeline.getrange(keys[own][0], self._value_bytes, -1)
+            return list(pipeline.execute())
+
+        return self._delete(key for own in of_salt(parents, tags_of, tag) for key in keys[own])
+
+    def _delete(self, keys: Iterable[bytes]) -> int:
+        keys, num_deleted = iter(keys), 0
+        while some := list(islice(keys, _SCANNED)):
+            num_deleted += int(self._client.unlink(*some))
+            self.gone(REDIS, [bytes.fromhex(key[len(self._prefix) :].partition(b".")[0].decode()) for key in some])
+        return num_deleted
 
     def close(self) -> None:
         """Void all jobs, end all threads, and disconnect."""
@@ -133,6 +180,12 @@ class RedisTier(HashedTier):
             return otherwise
 
 
+def _block_of(key: bytes) -> tuple[str, str]:
+    """Return the short hashes of the block of a key, and of its parent."""
+    own, _, parent = key.decode().rpartition(":")[2].partition(".")
+    return own[: len(parent)], parent
+
+
 def wipe(url: str, salt: str | None) -> int:
     """Delete all blocks of requests with a cache salt, of every model; returns how many there were.
 
@@ -141,17 +194,16 @@ def wipe(url: str, salt: str | None) -> int:
     """
     client = connect_store(url)
     contents: dict[str, dict[str, str]] = {}  # the parent of each block
-    keys: dict[tuple[str, str], list[str]] = {}
-    for key in client.scan_iter("pagewise:*:*", count=1000):
-        _, content, block = key.decode().split(":")
-        own, _, parent = block.partition(".")
-        own = own[: len(parent)]
+    keys: dict[tuple[str, str], list[bytes]] = {}
+    for key in client.scan_iter("pagewise:*:*", count=_SCANNED):
+        content = key.decode().split(":")[1]
+        own, parent = _block_of(key)
         contents.setdefault(content, {})[own] = parent
         keys.setdefault((content, own), []).append(key)
     num_wiped = 0
     for content, parents in contents.items():
         root = short_hash(root_hash(fingerprint_of(content), salt))
-        for own in descendants(parents, root):
+        for own in descendants(parents, [root]):
             num_wiped += client.delete(*keys[content, own])
     client.close()
     return num_wiped

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from pagewise_shared.block_hash import BlockName
-from pagewise_shared.protocol import CancelCopies, Copied, Found, LayerGroup, LookUp
+from pagewise_shared.protocol import (
+    CancelCopies,
+    Copied,
+    DropStored,
+    Found,
+    LayerGroup,
+    LookUp,
+    StoredBudget,
+    StoredDropped,
+    StoredGone,
+)
 
 from pagewise_executor.block_copies import CopyJob
 
@@ -27,7 +37,7 @@ class Tier:
         identity: executors whose tiers have the same identity share the content; empty: the content is not shared.
         num_errors: reads and writes that have failed so far.
         begun: epoch and number of the last step whose copies have all begun; only ``Peers`` keeps it up to date.
-        report: is called, on any thread, with the answer to each list of copies and to each look-up.
+        report: is called, on any thread, with the answer to each list of copies, to each look-up and to each drop.
     """
 
     num_blocks = 0
@@ -36,7 +46,7 @@ class Tier:
     begun = (-1, -1)
 
     def __init__(self) -> None:
-        self.report: Callable[[Copied | Found], None] = lambda message: None
+        self.report: Callable[[Copied | Found | StoredDropped | StoredGone], None] = lambda message: None
 
     def begin(self, job: CopyJob, upper: "Tier") -> None:
         """Begin a list of copies between this tier and ``upper``, the tier above it, and report it when it is done.
@@ -73,6 +83,13 @@ class Tier:
         ``groups``: of layers, if there are several. Then a sequence can begin behind these blocks (``resume_point``).
         """
         self.report(Found(message.epoch, message.number, 0))
+
+    def drop(self, message: DropStored, groups: Sequence[LayerGroup] = ()) -> None:
+        """Delete blocks that are found by their names, and report it. ``groups``: as in ``look_up``."""
+        self.report(StoredDropped(message.epoch, message.number))
+
+    def set_budgets(self, budgets: Sequence[StoredBudget]) -> None:
+        """Evict by these budgets from now on, if the tier evicts by itself. Called on any thread."""
 
     def read(self, blocks: Blocks, rows: Rows) -> list[bool]:
         """Read blocks into ``rows``, once all earlier copies are done. Return for each whether it is sound. Called on

@@ -5,6 +5,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
+from pagewise_shared.block_hash import MAX_SALT_TAGS
 
 from pagewise_gateway.http.access import check_operator
 from pagewise_gateway.http.context import CLIENT, Service
@@ -15,10 +16,7 @@ from pagewise_gateway.http.parsing import read_request
 Query = TypeVar("Query", bound=Struct)
 
 _LONGEST_SALT = 1024
-_REFUSED = {
-    "reset_running_requests": "blocks in use stay; repeat the call when their requests have ended",
-    "reset_external": "other schedulers may share disks and stores; pagewise wipe deletes blocks there by their salt",
-}
+_RUNNING = "reset_running_requests"
 _Salt = Annotated[
     str,
     Meta(
@@ -34,7 +32,7 @@ _Key = Annotated[str, Meta(min_length=1, max_length=256, description="The name o
 class ResetCacheRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Parameters or body of ``POST /reset_prefix_cache``. Without ``salt`` and ``key``, all cached blocks are released.
 
-    ``reset_running_requests``, ``reset_external``: vLLM's fields, which may only be false.
+    vLLM's fields: ``reset_external`` reaches disks and stores too, and ``reset_running_requests`` may only be false.
     """
 
     salt: _Salt | None = None
@@ -77,11 +75,14 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
         if request.query:  # one of them would be ignored, and more released than is meant
             raise InvalidRequestError("give parameters or a body, not both")
         asked, _ = await read_request(request, ResetCacheRequest)
-    for name, why in _REFUSED.items():
-        if getattr(asked, name):
-            raise InvalidRequestError(f"{name} is not supported: {why}", name)
-    queries = request.app[Service.KEY].scheduler_client.queries
-    return _json(await queries.reset_cache(_salt(asked.salt, asked.key)))
+    if asked.reset_running_requests:
+        raise InvalidRequestError(
+            f"{_RUNNING} is not supported: blocks in use stay; repeat the call when their requests have ended", _RUNNING
+        )
+    queries, salt = request.app[Service.KEY].scheduler_client.queries, _salt(asked.salt, asked.key)
+    if asked.reset_external and salt.count("/") > MAX_SALT_TAGS - 3:
+        raise InvalidRequestError("reset_external finds salts of at most 30 parts between slashes", "salt")
+    return _json(await queries.reset_cache(salt, external=bool(asked.reset_external)))
 
 
 def _salt(salt: str | None, key: str | None) -> str:

@@ -5,14 +5,14 @@ from math import fsum
 
 from pagewise_shared.config.checks import parse_size
 from pagewise_shared.errors import ConfigError
-from pagewise_shared.protocol import HASH_TIERS, POOL_TIERS, TIER_NAMES, MemoryBudget, MemorySize
+from pagewise_shared.protocol import DISK, POOL_TIERS, REDIS, TIER_NAMES, MemoryBudget, MemorySize
 
 BOUNDS = ("min", "low", "high")
 _FORM = (r"(?i:0|[0-9]{1,16}(\.[0-9]+)?(%|[KMGT]i?B|B)?)", "a size such as 2GiB, or a share of the tier such as 10%")
-_WITHOUT_IDS = [f"memory.{TIER_NAMES[number]}." for number in HASH_TIERS]
+_OF_STORES = f"memory.{TIER_NAMES[REDIS]}.", "memory.store."
 _NAMES = {
     "memory." + ("" if tier == TIER_NAMES[0] else f"{tier}.") + bound: (TIER_NAMES.index(tier), bound)
-    for tier in POOL_TIERS
+    for tier in (*POOL_TIERS, TIER_NAMES[DISK])
     for bound in BOUNDS
 }
 """The name of each bound in a line -> the number of its tier, and the bound."""
@@ -29,10 +29,10 @@ def check_tier(name: str, where: str) -> None:
     Raises:
         ConfigError: the name is such a bound.
     """
-    if name.startswith(tuple(_WITHOUT_IDS)):
+    if name.startswith(_OF_STORES):
         raise ConfigError(
-            f"{where}: {name}: only the device (memory.min) and host memory (memory.host.min) have budgets, because "
-            "executors share the blocks of disk caches and stores"
+            f"{where}: {name}: only the device (memory.min), host memory (memory.host.min) and disk caches "
+            "(memory.disk.min) have budgets, because a store evicts blocks by itself"
         )
 
 

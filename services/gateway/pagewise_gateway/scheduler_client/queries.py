@@ -30,6 +30,8 @@ from pagewise_gateway.scheduler_client.connection import SchedulerConnection
 QUERY_SECONDS = 10.0
 LOAD_SECONDS = 300.0
 """How long loading an adapter on all executors may take."""
+RESET_SECONDS = 300.0
+"""How long deleting blocks on disks and in stores may take."""
 NO_SCHEDULER = "no scheduler answers"
 
 
@@ -81,14 +83,18 @@ class Queries:
         answer: QueryAnswer = await self._answer_to(lambda epoch, number: AbortRequest(epoch, number, name))
         return answer.found
 
-    async def reset_cache(self, salt: str) -> bytes:
+    async def reset_cache(self, salt: str, *, external: bool) -> bytes:
         """Let all executors release the cached blocks of a cache salt (empty: all blocks). Returns the JSON of a
-        ``CacheReset``.
+        ``CacheReset``. ``external``: on disks and in stores too.
 
         Raises:
-            AdmissionError: no scheduler answers.
+            AdmissionError: no scheduler answers, or disks and stores take too long.
         """
-        answer: QueryAnswer = await self._answer_to(lambda epoch, number: ResetCache(epoch, number, salt))
+        answer: QueryAnswer = await self._answer_to(
+            lambda epoch, number: ResetCache(epoch, number, salt, external),
+            RESET_SECONDS if external else QUERY_SECONDS,
+            "blocks on disks and in stores are still being deleted",
+        )
         return answer.body
 
     async def advise(self, advice: Advise) -> Advised:

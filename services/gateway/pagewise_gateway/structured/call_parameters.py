@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from pagewise_gateway.structured.walk import references
+from pagewise_gateway.structured.walk import references, target_of
 from pagewise_gateway.text.output_parsing.deltas import schema_types
 
 ANY_OBJECT = {"type": "object"}
@@ -21,6 +21,7 @@ ANNOTATIONS = frozenset(
     | {"title", "writeOnly"}
 )
 DEFINITIONS = frozenset({"$defs", "definitions"})
+_MOST_INLINED = 1000
 _OF_PARAMETERS = ANNOTATIONS | DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
 _OF_STRINGS = ANNOTATIONS | DEFINITIONS | {"type"}
 _LOOSE = frozenset({"minProperties"})
@@ -92,6 +93,50 @@ def self_contained(value: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[
                 found[group][name] = definitions[name]
                 waiting.append(definitions[name])
     return {**value, **found}
+
+
+class Inliner:
+    """Merges the schemas of references, and the parts of ``allOf``, into the schemas of the values that have them, as
+    far as no keyword occurs twice; also in the parts of unions. ``schema``: the document of the references."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._schema = schema
+        self._left = _MOST_INLINED
+
+    def inlined(self, value: Mapping[str, Any], passed: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """Return the schema of a value. ``passed``: the references on the way to it.
+
+        Raises:
+            GrammarError: a reference refers to nothing.
+            UnsupportedSchemaError: there are too many parts.
+        """
+        if not self._left:
+            raise UnsupportedSchemaError(f"the parameters of a function have over {_MOST_INLINED} parts by references")
+        self._left -= 1
+        found = {keyword: each for keyword, each in value.items() if keyword not in ("$ref", "allOf")}
+        reference, together = value.get("$ref"), value.get("allOf", [])
+        if isinstance(reference, str) and reference not in passed:
+            passed |= {reference}
+            _merge(found, self._part(target_of(self._schema, reference), passed), {"$ref": reference})
+        elif reference is not None:
+            found["$ref"] = reference
+        for part in together if isinstance(together, list) else ():
+            _merge(found, self._part(part, passed), {"allOf": together})
+        for union in ("anyOf", "oneOf"):
+            if isinstance(choices := found.get(union), list):
+                found[union] = [self._part(each, passed) for each in choices]
+        return found
+
+    def _part(self, part: Any, passed: frozenset[str]) -> Any:
+        return self.inlined(part, passed) if isinstance(part, Mapping) else part
+
+
+def _merge(found: dict[str, Any], part: Any, otherwise: dict[str, Any]) -> None:
+    """Add the keywords of a schema to others, or ``otherwise`` if one of them occurs there."""
+    if isinstance(part, dict) and not (found.keys() & part.keys()) - ANNOTATIONS:
+        found.update({**part, **found})
+    else:
+        found.update(otherwise)
 
 
 def python_parameters(function: str, schema: Mapping[str, Any], strict: bool) -> list[Parameter]:

@@ -15,6 +15,7 @@ from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 from pagewise_gateway.structured.call_parameters import (
     ANY_OBJECT,
     PYTHON_NAME,
+    Inliner,
     UnsupportedSchemaError,
     listed_parameters,
     python_parameters,
@@ -266,22 +267,25 @@ class _Grammar:
     def _pairs(self, pair: Pair, function: Function, schema: Mapping[str, Any]) -> str:
         """Match parameters in tags, in which strings are written without quotes."""
         parts = []
-        for parameter in listed_parameters(function.name, schema, function.strict):
+        inliner = Inliner(schema)
+        for each in listed_parameters(function.name, schema, function.strict):
+            parameter = each._replace(schema=inliner.inlined(each.schema))
             name, value, required = parameter
             if not name or name != name.strip() or any(sign in name for sign in "<>\"'\n"):
                 raise UnsupportedSchemaError(
                     f"the parameter {name!r} of {function.name!r} cannot be written: this model writes names in tags"
                 )
             before = pair.before.replace("NAME", name)
-            of_text, of_others = (self.text(before.replace("STRING", each)) for each in ("true", "false"))
+            of_text, of_others = (self.text(before.replace("STRING", kind)) for kind in ("true", "false"))
             closing = self.text(pair.padding + pair.closing)
-            if "string" not in schema_types(value):
+            types = schema_types(value, schema)
+            if "string" not in types:
                 written = f"{of_others} {self.json(self_contained(value, schema))} {closing}"
             elif (choices := string_choices(function.name, parameter, function.strict, pair.closing)) is not None:
                 written = f"{of_text} ({' | '.join(map(_quoted, choices))}) {closing}"
             else:
                 written = f"{of_text} {self.until(pair.closing)}"
-            if of_text != of_others and {"string", "null"} <= set(schema_types(value)):
+            if of_text != of_others and {"string", "null"} <= set(types):
                 written = f'({written} | {of_others} "null" {closing})'  # as a string, null would be a text
             one = self.rule("pair", f"{written} {self.text(pair.after)}")
             parts.append(one if required else f"{one}?")

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from time import monotonic as clock
 
+from pagewise_shared.block_hash import HASH_BYTES, BlockHash
 from pagewise_shared.config import SchedulerConfig, parse_kv_events
+from pagewise_shared.protocol import StoredGone
 
 from pagewise_scheduler.core.memory.block_watch import BlockLifetimes
 from pagewise_scheduler.metrics import Metrics
@@ -32,8 +34,21 @@ class BlockWatchers:
         if self._events is not None:
             watcher = self._joined[executor] = self._events.join(kv.block_size, kv.group_kinds[0])
             kv.watchers.append(watcher)
+            for tier in kv.hashed.values():
+                tier.watcher = watcher
         if self._sample:
             kv.watchers.append(BlockLifetimes(self._sample, self._observe, clock))
+
+    def stored_gone(self, executor: ExecutorHandle, message: StoredGone) -> None:
+        """Note that the disk or the store of an executor has deleted blocks, which others that share it lose too."""
+        packed = message.hashes
+        hashes = [BlockHash(packed[at : at + HASH_BYTES]) for at in range(0, len(packed), HASH_BYTES)]
+        if (told := executor.scheduler.kv.hashed.get(message.tier)) is None:
+            return
+        for other, watcher in self._joined.items():
+            tier = other.scheduler.kv.hashed.get(message.tier)
+            if tier is not None and (tier is told or tier.identity == told.identity):
+                watcher.gone(hashes, message.tier)
 
     def leave(self, executor: ExecutorHandle) -> None:
         """Publish the last events of an executor whose memory is closed."""

@@ -33,7 +33,6 @@ from pagewise_shared.service_status import ServiceStatus, read_status
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server import advice
 from pagewise_scheduler.server.adapters import AdapterRegistry
-from pagewise_scheduler.server.cache_reset import reset_caches
 from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.console import Console
 from pagewise_scheduler.server.draining import Draining
@@ -213,13 +212,14 @@ class Coordinator:
             with self.executor_registry.guarded(executor):
                 executor.stats.record(executor.scheduler)
 
-    def _answer(self, query: Query | ResetCache) -> bytes | None:
+    def _answer(self, query: Query | ResetCache, reply: Callable[[bytes | None], None]) -> None:
         registry = self.executor_registry
         if isinstance(query, ResetCache):
-            return reset_caches(query.salt, registry.executors, registry.guarded)
+            registry.resets.begin(query, registry.executors, reply)
+            return
         if query.kind == "metrics":
             self._record_stats()
-        return answer(query, registry.executors, self.gateways, self.metrics, self._console)
+        reply(answer(query, registry.executors, self.gateways, self.metrics, self._console))
 
     def _follow(self, message: Advise) -> Advised:
         return advice.advise(message, self.executor_registry.executors, self.executor_registry.guarded)

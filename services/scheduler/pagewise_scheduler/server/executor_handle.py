@@ -16,7 +16,9 @@ from pagewise_shared.protocol import (
     LookUp,
     Message,
     Role,
+    SetStoredBudgets,
     StepResult,
+    StoredBudget,
     TokenLogprobs,
     Welcome,
     tier_name,
@@ -27,6 +29,8 @@ from pagewise_scheduler.core.requests.timeline import Reset
 from pagewise_scheduler.core.routing.executor_view import ExecutorView
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.scheduling.step import StepMismatchError, StepOutput, failed
+from pagewise_scheduler.core.tiers.hashed import HashedTier
+from pagewise_scheduler.core.tiers.stored_drops import drop_salt
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.client_request import ClientRequest, OutputBuilder
 from pagewise_scheduler.server.executor_stats import ExecutorStats
@@ -332,6 +336,14 @@ class ExecutorHandle:
         """Ask the executor how much of a prefix one of its tiers holds; it answers with ``Found``."""
         root = self.scheduler.kv.pool.tree.root_hash(cache_salt)
         self._send(LookUp(self.scheduler.epoch, number, tier, root, tokens))
+
+    def drop_salt(self, number: int, tier: HashedTier, salt: str) -> None:
+        """Have the executor delete the blocks of a cache salt in a tier; it answers with ``StoredDropped``."""
+        self._send(drop_salt(self.scheduler, tier, number, salt))
+
+    def set_stored_budgets(self, tier: int, budgets: tuple[StoredBudget, ...]) -> None:
+        """Have the executor evict blocks of a tier without ids by these budgets."""
+        self._send(SetStoredBudgets(self.scheduler.epoch, tier, budgets))
 
     # ---- leaving -------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ from pagewise_shared.protocol import (
     Message,
     Rejoin,
     StepResult,
+    StoredDropped,
+    StoredGone,
     tier_name,
 )
 
@@ -39,6 +41,7 @@ from pagewise_scheduler.core.tiers.cost_model import Eviction
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.block_watchers import BlockWatchers
+from pagewise_scheduler.server.cache_reset import CacheResets
 from pagewise_scheduler.server.client_request import ClientRequest
 from pagewise_scheduler.server.executor_checks import (
     check_copies,
@@ -120,6 +123,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self._session_of: dict[ExecutorHandle, Session[ExecutorHandle]] = {}
         self.directory = PrefixDirectory()
         self.watchers = BlockWatchers(config, metrics)
+        self.resets = CacheResets(self.guarded)
         self._heartbeat_counters = {
             "refused": metrics.connections_refused("unknown_key_blocks"),
             "storage_errors": metrics.storage_errors,
@@ -304,6 +308,10 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
                     executor.take_answer(message)
                 case Found():
                     self.router.look_ups.found(executor, message)
+                case StoredDropped():
+                    self.resets.dropped(executor, message)
+                case StoredGone():
+                    self.watchers.stored_gone(executor, message)
                 case Heartbeat():
                     self._take_counts(executor, message)
                 case Leaving(timeout_ms=milliseconds):
@@ -346,6 +354,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self.router.left(executor)
         moved = executor.lose(loss)
         self.watchers.leave(executor)
+        self.resets.lost(executor)
         for live in moved:
             live.timeline.left(executor.executor_id, loss.value, clock())
         endpoint, peers = executor.scheduler.recoveries.planner.endpoint, self.directory.peers

@@ -69,8 +69,8 @@ MAX_GATEWAYS = 256
 
 _MOST_GONE = 32
 
-Answer = Callable[[Query | ResetCache], bytes | None]
-"""Returns the body of the answer to a query; None: not found."""
+Answer = Callable[[Query | ResetCache, Callable[[bytes | None], None]], None]
+"""Calls a function, now or later, with the body of the answer to a query; None: not found."""
 
 Follow = Callable[[Advise], Advised]
 """Gives a client's advice to the executors."""
@@ -218,12 +218,14 @@ class Gateways(Sessions[Gateway]):
                 if (live := gateway.streams.get(stream)) is not None:
                     self._router.finish(live, stream - live.stream)
             case RegisterAdapter():
-                self._registry.register(message, lambda answer: self._send_adapter_answer(session, answer))
+                self._registry.register(message, lambda answer: self._send_late(session, answer))
             case UnregisterAdapter():
-                self._registry.unregister(message, lambda answer: self._send_adapter_answer(session, answer))
+                self._registry.unregister(message, lambda answer: self._send_late(session, answer))
             case Query() | ResetCache():
-                body = self._answer(message)
-                self.send(session, QueryAnswer(message.number, body is not None, body or b""))
+                number = message.number
+                self._answer(
+                    message, lambda body: self._send_late(session, QueryAnswer(number, body is not None, body or b""))
+                )
             case Advise():
                 self.send(session, self._follow(message))
             case AbortRequest(number=number, request_id=name):
@@ -239,7 +241,7 @@ class Gateways(Sessions[Gateway]):
             session.peer.sent_adapters = self._registry.version
             self.send(session, self._registry.state(session.epoch))
 
-    def _send_adapter_answer(self, session: Session[Gateway], answer: AdapterAnswer) -> None:
+    def _send_late(self, session: Session[Gateway], answer: AdapterAnswer | QueryAnswer) -> None:
         if session not in list(self):
             return  # it has left or has joined again, and has answered its client with an error
         self._send_adapters(session)  # before the answer, so that its client can use the adapter at once

@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
-from pagewise_shared.block_hash import client_salt
-from pagewise_shared.protocol import MemoryBudget, MemorySize, tier_name
+from pagewise_shared.block_hash import client_salt, salt_tag
+from pagewise_shared.protocol import HASH_TIERS, MemoryBudget, MemorySize, StoredBudget, tier_name
 
 from pagewise_scheduler.core.memory.budgets import Budget
 from pagewise_scheduler.core.tiers.memory_budgets import MemoryBudgets
@@ -38,6 +38,7 @@ class KeyBudgets:
         self._version = 0
         self._memories: WeakKeyDictionary[ExecutorHandle, MemoryBudgets] = WeakKeyDictionary()
         self._versions: WeakKeyDictionary[ExecutorHandle, int] = WeakKeyDictionary()
+        self._stored_versions: WeakKeyDictionary[ExecutorHandle, int] = WeakKeyDictionary()
 
     def set(self, cache_salt: str | None, budgets: tuple[MemoryBudget, ...]) -> None:
         """Give the owner of a cache salt these budgets."""
@@ -52,11 +53,27 @@ class KeyBudgets:
     def apply(self) -> None:
         """Set the newest budgets at the executors that do not have them, where that is possible now."""
         for executor in self._executors():
+            if self._stored_versions.get(executor) != self._version:
+                self._stored_versions[executor] = self._version
+                self._set_stored(executor)
             if self._versions.get(executor) != self._version and self._try_set(executor):
                 self._versions[executor] = self._version
 
+    def _set_stored(self, executor: ExecutorHandle) -> None:
+        """Send an executor the budgets of its tiers without ids."""
+        for tier in executor.scheduler.kv.hashed:
+            budgets = [
+                StoredBudget(salt_tag(owner), one)
+                for owner, each in self._budgets.items()
+                for one in each
+                if one.tier == tier
+            ]
+            executor.set_stored_budgets(tier, tuple(budgets))
+
     def _try_set(self, executor: ExecutorHandle) -> bool:
         scheduler, kv = executor.scheduler, executor.scheduler.kv
+        if all(one.tier in HASH_TIERS for each in self._budgets.values() for one in each) and not self._memories:
+            return True
         if kv.windows:
             if executor not in self._versions:
                 log.warning(

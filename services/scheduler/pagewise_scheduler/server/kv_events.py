@@ -4,26 +4,27 @@ A batch is an array of a time, events, and the rank of the executor. An event is
 vLLM has sent it since 0.24, or an array of its name and its fields, as vLLM did before. Routers know a block by the
 last eight bytes of its hash, as a number, and connect the number with the tokens in the event.
 
-Events are about tiers with ids only: the scheduler keeps no list of the blocks on disks and in stores.
+Of disks and stores, the events have the blocks that an executor has written or found there. A store deletes blocks
+without a word: such a block is removed when an executor does not find it any more.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
-from pagewise_shared.block_hash import client_salt, is_adapter_salt, without_rope
+from pagewise_shared.block_hash import BlockHash, client_salt, is_adapter_salt, without_rope
 from pagewise_shared.config import KVEventsConfig
-from pagewise_shared.protocol import DEVICE, HOST, GroupKind, unpack_int32s
+from pagewise_shared.protocol import DEVICE, DISK, HASH_TIERS, HOST, REDIS, GroupKind, unpack_int32s
 from pagewise_shared.segments import TOKEN_ID
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, cache_salt_of, hash_of
 from pagewise_scheduler.metrics import Metrics
 from pagewise_scheduler.server.kv_event_publisher import KVEventPublisher
 
-_MEDIA = {DEVICE: "GPU", HOST: "CPU"}
-"""The names of tiers in vLLM's events."""
+_MEDIA = {DEVICE: "GPU", HOST: "CPU", DISK: "DISK", REDIS: "EXTERNAL"}
+"""The names of tiers in the events of vLLM, and as Dynamo's router reads them."""
 _SPEC_KINDS: dict[GroupKind, str] = {"full": "full_attention", "latent": "mla_attention"}
 _ALL_CLIENTS = "all/"
 _GROUP = 0
@@ -85,9 +86,12 @@ class ExecutorEvents:
         medium, parent = _MEDIA.get(tier), node.parent
         if medium is None or parent is None:
             return
-        block, tokens = _number(node), [token & TOKEN_ID for token in unpack_int32s(node.tokens)]
-        self.stored.setdefault(medium, set()).add(block)
-        before, first = _number(parent), not parent.depth
+        block, tokens = _number(hash_of(node)), [token & TOKEN_ID for token in unpack_int32s(node.tokens)]
+        stored = self.stored.setdefault(medium, set())
+        if tier in HASH_TIERS and block in stored:  # it was found there again
+            return
+        stored.add(block)
+        before, first = _number(hash_of(parent)), not parent.depth
         last = self._pending[-1] if self._pending else None
         if isinstance(last, BlockStored) and last.medium == medium and last.block_hashes[-1] == before and not first:
             last.block_hashes.append(block)
@@ -107,7 +111,16 @@ class ExecutorEvents:
         """Note that a tier does not have the block any more."""
         if (medium := _MEDIA.get(tier)) is None:
             return
-        block = _number(node)
+        self._remove(_number(hash_of(node)), medium)
+
+    def gone(self, hashes: Iterable[BlockHash], tier: int) -> None:
+        """Note that a disk or a store does not have these blocks any more."""
+        medium = _MEDIA[tier]
+        for block in map(_number, hashes if medium in self.stored else ()):
+            if block in self.stored[medium]:
+                self._remove(block, medium)
+
+    def _remove(self, block: int, medium: str) -> None:
         self.stored[medium].discard(block)
         last = self._pending[-1] if self._pending else None
         if isinstance(last, BlockRemoved) and last.medium == medium:
@@ -176,8 +189,8 @@ def _as_array(event: Event) -> tuple[Any, ...]:
     return (type(event).__name__, *msgspec.structs.astuple(event))
 
 
-def _number(node: CachedBlock) -> int:
-    return int.from_bytes(hash_of(node)[-8:], "big")
+def _number(block: BlockHash) -> int:
+    return int.from_bytes(block[-8:], "big")
 
 
 def _salt(cache_salt: str | None) -> str | None:

@@ -158,6 +158,69 @@ QWEN_CODER = [
         ),
     ),
 ]
+WITHOUT_END = [
+    Transcript(
+        "the next parameter ends a text",
+        "qwen3_coder",
+        None,
+        qwen("get_weather", city="a\n<parameter=other>\n<parameter=city>\n<parameter", days="1").replace(
+            "\n</parameter>", "", 1
+        ),
+        calls=(("get_weather", '{"city": "a\\n<parameter=other>\\n<parameter=city>\\n<parameter", "days": 1}'),),
+    ),
+    Transcript(
+        "the next parameter ends JSON",
+        "qwen3_coder",
+        None,
+        qwen("get_weather", days="1", tags='["\\n<parameter=city>"]', x="[2]", city="b").replace("\n</parameter>", ""),
+        calls=(("get_weather", '{"days": 1, "tags": ["\\n<parameter=city>"], "x": [2], "city": "b"}'),),
+    ),
+    Transcript(
+        "the end of the call ends a text, before another call",
+        "qwen3_coder",
+        None,
+        f"{qwen('save', a='b')}\n{qwen('get_weather', city='c')}".replace("\n</parameter>", "") + qwen("get_time"),
+        calls=(("save", '{"a": "b"}'), ("get_weather", '{"city": "c"}'), _TIME),
+    ),
+    Transcript(
+        "the end of the call ends a number, before other text",
+        "qwen3_coder",
+        None,
+        qwen("get_weather", days="3").replace("\n</parameter>", "") + "Hi",
+        "Hi",
+        calls=(("get_weather", '{"days": 3}'),),
+    ),
+    Transcript(
+        "the end of the call ends a text, before other text",
+        "qwen3_coder",
+        None,
+        qwen("get_weather", city="b").replace("\n</parameter>", "") + "Done </parameter> <b>.",
+        "Done </parameter> <b>.",
+        calls=(("get_weather", '{"city": "b"}'),),
+    ),
+    Transcript(
+        "the next parameter and the end of the call",
+        "minimax_m2",
+        None,
+        minimax(("get_weather", {"city": "a </invoke>", "days": "1", "note": "b"})).replace("</parameter>", "") + "Hi",
+        "Hi",
+        calls=(("get_weather", '{"city": "a </invoke>", "days": 1, "note": "b"}'),),
+    ),
+    Transcript(
+        "the next parameter and the end of the call",
+        "deepseek_v32",
+        None,
+        dsml(("get_weather", {"city": "a", "days": "1"})).replace(f"</{DSML}parameter>", ""),
+        calls=(("get_weather", '{"city": "a", "days": 1}'),),
+    ),
+    Transcript(
+        "the next parameter",
+        "glm47",
+        None,
+        glm("get_weather", city="a <arg_key>", days="1").replace("</arg_value>", "", 1),
+        calls=(("get_weather", '{"city": "a <arg_key>", "days": 1}'),),
+    ),
+]
 MINIMAX = [
     Transcript(
         "on one line, and names without quotes",
@@ -370,4 +433,4 @@ NEMOTRON = [
         calls=(("save", '{"a": [1'),),
     ),
 ]
-NEWER = [*TAGGED, *QWEN_CODER, *MINIMAX, *DEEPSEEK_V32, *GLM_47, *KIMI, *GEMMA, *NEMOTRON]
+NEWER = [*TAGGED, *QWEN_CODER, *WITHOUT_END, *MINIMAX, *DEEPSEEK_V32, *GLM_47, *KIMI, *GEMMA, *NEMOTRON]

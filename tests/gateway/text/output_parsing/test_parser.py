@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from pagewise_gateway.text.output_parsing.deltas import ParsedCall, ParsedMessag
 
 from tests.gateway.text.output_parsing.tables import TOOLS, Transcript
 from tests.gateway.text.output_parsing.transcripts import TRANSCRIPTS
+from tests.gateway.text.output_parsing.written_calls import qwen
 
 FORMATS = sorted(
     {(each.tool_parser, each.reasoning_parser) for each in TRANSCRIPTS},
@@ -106,6 +108,51 @@ def test_a_call_in_which_a_quote_is_missing_ends_behind_the_line(
     for at in range(1, len(text)):
         assert parsed(names, [text[:at], text[at:]]) == message
     assert parsed(names, text) == message
+
+
+def test_the_ends_of_calls_are_text_if_the_value_goes_on() -> None:
+    """That is not known before the output ends, so they are held back."""
+    block = "\n<function=get_time>\n</function>\n</tool_call>\n"
+    text = qwen("get_weather", city=f"see{block}and", days="1")
+    message = ParsedMessage("", "", [ParsedCall("get_weather", json.dumps({"city": f"see{block}and", "days": 1}))])
+    names = ("qwen3_coder", None)
+    assert parsed(names, [text]) == parsed(names, text) == message
+    for at in range(1, len(text)):
+        assert parsed(names, [text[:at], text[at:]]) == message
+    cut = text[: text.index("and")]
+    assert parsed(names, cut).calls == [ParsedCall("get_weather", '{"city": "see\\n<function=get_time>"}')]
+
+
+REFERRING: dict[str, Any] = {
+    "properties": {
+        "a": {"$ref": "#/$defs/Int"},
+        "b": {"allOf": [{"$ref": "#/$defs/Alias"}, {"minimum": 1}]},
+        "c": {"anyOf": [{"$ref": "#/$defs/Int"}, {"type": "null"}]},
+        "d": {"$ref": "#/$defs/x~1y"},
+        "e": {"$ref": "#/$defs/Color"},
+        "f": {"allOf": [{"type": ["string", "integer"]}, {"type": ["integer", "null"]}]},
+        "g": {"$ref": "#/$defs/Circle"},
+        "h": {"$ref": "other.json#/x"},
+    },
+    "allOf": [{"properties": {"i": {"type": "boolean"}}}],
+    "$defs": {
+        "Int": {"type": "integer"},
+        "Alias": {"$ref": "#/$defs/Int"},
+        "x/y": {"type": "string"},
+        "Color": {"enum": ["1", "2"]},
+        "Circle": {"anyOf": [{"$ref": "#/$defs/Circle"}, {"allOf": [{"$ref": "#/$defs/Circle"}]}, {"type": "string"}]},
+        **{str(number): {"anyOf": [{"$ref": f"#/$defs/{number + 1}"}] * 2} for number in range(100)},
+    },
+}
+
+
+def test_types_are_found_behind_references_and_in_parts() -> None:
+    tools = Tools({"f": {**REFERRING, "properties": {**REFERRING["properties"], "bomb": {"$ref": "#/$defs/0"}}}})
+    found = {name: set(tools.types("f", name)) for name in (*"abcdefghi", "bomb")}
+    assert found == {
+        "a": {"integer"}, "b": {"integer"}, "c": {"integer", "null"}, "d": {"string"}, "e": {"string"},
+        "f": {"integer"}, "g": {"string"}, "h": set(), "i": {"boolean"}, "bomb": set(),
+    }  # fmt: skip
 
 
 FRAGMENTS = [

@@ -1,10 +1,14 @@
 """The deltas of a message, and the message that they add up to."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 from pagewise_gateway.text.output_parsing.scanning import JsonValue
+
+_MOST_PARTS = 256
+"""Schemas that are read to find the types of a parameter."""
 
 DeltaKind = Literal["content", "reasoning", "call", "arguments"]
 
@@ -65,30 +69,78 @@ class Tools:
     def __contains__(self, name: object) -> bool:
         return name in self._types
 
+    def parameters(self, name: str) -> Collection[str]:
+        """Return the names of the parameters that a tool declares."""
+        return self._types.get(name, {})
+
     def types(self, name: str, parameter: str) -> frozenset[str]:
         """Return the JSON types that a parameter of a tool may have; empty: they are not declared."""
         return self._types.get(name, {}).get(parameter, frozenset())
 
 
+def schema_types(schema: Any, root: Any = None) -> list[str]:
+    """Return the JSON types that a schema declares: itself, by its texts, in the parts of ``allOf`` and of unions, or
+    in the schema of its ``$ref``. ``root``: the document of the references; None: they are not followed."""
+    return _DeclaredTypes(root).of(schema)
+
+
 def _property_types(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {name: frozenset(schema_types(declared)) for name, declared in properties.items()}
+    found: dict[str, frozenset[str]] = {}
+    for part in _DeclaredTypes(schema).parts(schema, set()):
+        properties = part.get("properties")
+        for name, declared in properties.items() if isinstance(properties, Mapping) else ():
+            found.setdefault(name, frozenset(schema_types(declared, schema)))
+    return found
 
 
-def schema_types(schema: Any) -> list[str]:
-    """Return the JSON types that a schema declares, itself, by its texts, or in the parts of its union."""
-    if not isinstance(schema, Mapping):
-        return []
-    declared = schema.get("type", _types_of_texts(schema))
-    found = [declared] if isinstance(declared, str) else []
-    if isinstance(declared, list):
-        found += [each for each in declared if isinstance(each, str)]
-    for union in ("anyOf", "oneOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            found += schema_types(choice)
+class _DeclaredTypes:
+    """Finds the types that schemas of one document declare. A reference is not followed from itself, and a schema with
+    very many parts is read in part, so that every schema takes a short time."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _MOST_PARTS
+
+    def of(self, schema: Any, passed: frozenset[str] = frozenset()) -> list[str]:
+        """Return the types of a schema. ``passed``: the references on the way to it."""
+        found: list[str] = []
+        followed = set(passed)
+        for part in self.parts(schema, followed):
+            declared = part.get("type", _types_of_texts(part))
+            own = [declared] if isinstance(declared, str) else []
+            if isinstance(declared, list):
+                own += [each for each in declared if isinstance(each, str)]
+            for union in ("anyOf", "oneOf"):
+                choices = part.get(union)
+                for choice in choices if isinstance(choices, list) else ():
+                    own += self.of(choice, frozenset(followed))
+            # A value has a type of each part that declares some.
+            found = [each for each in found if each in own] or found or own
+        return list(dict.fromkeys(found))
+
+    def parts(self, schema: Any, followed: set[str]) -> Iterator[Mapping[str, Any]]:
+        """Yield the schemas that a value has to fulfil together: the schema itself, that of its ``$ref``, and the parts
+        of ``allOf``. ``followed``: references that are not followed any more; those that are followed are added."""
+        waiting = [schema]
+        while waiting and self._left:
+            part = waiting.pop(0)
+            if not isinstance(part, Mapping):
+                continue
+            self._left -= 1
+            yield part
+            if isinstance(ref := part.get("$ref"), str) and ref not in followed:
+                followed.add(ref)
+                waiting.append(_referred(self._root, ref))
+            if isinstance(together := part.get("allOf"), list):
+                waiting += together
+
+
+def _referred(root: Any, ref: str) -> Any:
+    """Return the schema of a reference into its own document, such as ``#/$defs/Name``; None: there is none."""
+    start, *names = ref.split("/")
+    found = root if start == "#" else None
+    for name in names:
+        found = found.get(unquote(name).replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
 
 

@@ -186,6 +186,7 @@ class _TextScanner:
         if reader.called:
             self._message.content.border()
             self._message.add(found)
+            self._source.text = (reader.rest or "") + self._source.text
 
     def _rescan(self, marker: str) -> None:
         """Make a marker content, and have the text after it scanned once more."""

@@ -25,13 +25,14 @@ class CallText(PendingText):
     Fields:
         called: whether a call has begun. Before that, there are no deltas.
         quoting: whether the text ends inside a string, in which a delimiter is a part of the string.
+        kept: whether the calls had ended before the text that a reader leaves at the end of the output.
     """
 
-    __slots__ = ("called", "deltas", "quoting")
+    __slots__ = ("called", "deltas", "kept", "quoting")
 
     def __init__(self) -> None:
         super().__init__()
-        self.called = self.quoting = False
+        self.called = self.quoting = self.kept = False
         self.deltas: list[Delta] = []
 
     def call(self, name: str, call_id: str = "") -> None:
@@ -103,6 +104,8 @@ class CallReader:
         """Return the last deltas. ``closed``: a delimiter has ended the calls, and not the end of the output."""
         with suppress(EndOfTextError, StopIteration):
             self._steps.throw(EndOfTextError(closed))
+        if self._source.kept:
+            self.rest = self._source.text
         return self._new()
 
     def _new(self) -> list[Delta]:

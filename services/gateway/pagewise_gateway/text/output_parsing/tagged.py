@@ -6,7 +6,7 @@ GLM writes the name of a parameter between tags of its own, other models write i
 import json
 import logging
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 
 from pagewise_gateway.text.output_parsing.deltas import Tools
@@ -24,6 +24,7 @@ _ATTRIBUTES = re.compile(
 )
 _MOST_NAME = 512
 """Characters of a name with the space around it. A longer text is no call."""
+_BORDERS_OF_GROUPS = 4
 _MOST_PYTHON = 65_536
 """Characters of a value that Python parses. A longer one has to be JSON."""
 
@@ -71,12 +72,24 @@ class TaggedCall:
     The values of string parameters are passed on as they come, other values at their end. A value is a string if
     its parameter is declared as one, or if it is no JSON. Files contain tags such as ``</parameter>``, too: in a text,
     a tag ends the value only where another parameter or one of ``borders``, the tags around calls, follows.
+
+    Models forget the tag at the end of a value. Then a text ends where a line begins with a parameter that the tool has
+    and the call has not had yet, and where the call and the group of calls end, if the text does not go on behind that.
     """
 
     def __init__(self, tags: Tags, borders: tuple[str, ...]) -> None:
         self._tags = tags
         self._followers = (tags.key, *borders) if tags.in_attribute else ("",)  # GLM's tags are no others'
         self._value_ends = tuple(filter(None, (tags.padding and tags.padding + tags.value_end, tags.value_end)))
+        self._next = f"\n{tags.key}" if tags.in_attribute else tags.key
+        self._closing, self._group, self._behind = "", ("", ""), re.compile("")
+        if len(borders) == _BORDERS_OF_GROUPS:
+            _, self._closing, *group = borders
+            self._group = (group[0], group[1])
+            followers = "|".join(map(re.escape, self._followers))
+            self._behind = re.compile(rf"{re.escape(tags.value_end)}\s*(?:{followers})|({re.escape(group[0])})")
+        self._call_ends = (f"\n{self._closing}", self._closing) if self._closing else ()
+        self._ends = (*self._value_ends, self._next, *self._call_ends)
 
     def __call__(self, source: CallText, tools: Tools) -> Generator[None]:
         """Read the call after its marker."""
@@ -110,8 +123,9 @@ class TaggedCall:
 
     def _arguments(self, source: CallText, tools: Tools, name: str) -> Generator[None]:
         tags, before, in_argument = self._tags, "{", False
+        others = set(tools.parameters(name))
         try:
-            while (yield from _tag(source, tags.key)):
+            while not source.kept and (yield from _tag(source, tags.key)):
                 key: list[str] = []
                 yield from _until(source, (tags.key_end,), key.append)
                 in_argument = True
@@ -120,7 +134,8 @@ class TaggedCall:
                 text, is_string = self._key("".join(key))
                 source.add(f"{before}{as_json(text)}: ")
                 before = ", "
-                yield from self._value(source, _types(tools.types(name, text), is_string))
+                others.discard(text)
+                yield from self._value(source, _types(tools.types(name, text), is_string), others)
                 in_argument = False
         except EndOfTextError as end:
             if in_argument or not end.closed:  # the call is cut off
@@ -133,7 +148,8 @@ class TaggedCall:
             return text.strip(), None
         return found["name"].strip(), found["string"] if self._tags.says_type else None
 
-    def _value(self, source: CallText, types: frozenset[str]) -> Generator[None]:
+    def _value(self, source: CallText, types: frozenset[str], others: Collection[str]) -> Generator[None]:
+        """Read a value, and the tag after it. ``others``: the parameters that may follow."""
         pieces: list[str] = []
         source.quoting = not types or "string" in types  # it may be text, which is written without quotes
         padding = self._tags.padding
@@ -142,26 +158,60 @@ class TaggedCall:
         source.text = source.text.removeprefix(padding)
         if types == {"string"}:
             source.add('"')
-            yield from self._text(source, lambda text: source.add(as_json(text)[1:-1]))
+            yield from self._text(source, lambda text: source.add(as_json(text)[1:-1]), others)
         elif "string" in types:
-            yield from self._text(source, pieces.append)
+            yield from self._text(source, pieces.append, others)
         else:
-            yield from self._json_value(source, pieces)
+            yield from self._json_value(source, pieces, others)
         source.quoting = False
         source.add('"' if types == {"string"} else _as_json("".join(pieces), types))
 
-    def _text(self, source: CallText, push: Callable[[str], object]) -> Generator[None]:
+    def _text(self, source: CallText, push: Callable[[str], object], others: Collection[str]) -> Generator[None]:
         """Read text, and the tag after it."""
         while True:
-            end = yield from _until(source, self._value_ends, push)
-            if (yield from self._is_end(source)):
+            text, end = source.take_until(self._ends)
+            if text:
+                push(text)
+            if not end:
+                yield
+            elif (yield from self._is_end(source, end, others)):
                 return
-            push(end)
+            else:
+                push(source.take(len(end)))
 
-    def _is_end(self, source: CallText) -> Generator[None, None, bool]:
-        """Whether a text has ended at the tag before; if so, the white space behind that is read."""
+    def _json_value(self, source: CallText, pieces: list[str], others: Collection[str]) -> Generator[None]:
+        """Read JSON, and the tag after it. In a string, a tag is text. If the tag is missing, the next parameter and
+        the end of the call end JSON that is whole."""
+        value, may_be_text = JsonValue(), source.quoting
         while True:
-            rest = source.text.lstrip()
+            text, end = source.take_until(self._ends)
+            value.end(text, 0)
+            pieces.append(text)
+            if not end:
+                source.quoting = may_be_text or value.quoting
+                try:
+                    yield
+                except EndOfTextError as ended:
+                    if not ended.closed or not is_json("".join(pieces)):
+                        raise
+                    source.kept, source.text = True, ""
+                    return
+            elif value.quoting or (may_be_text and not (yield from self._is_end(source, end, others))):
+                value.end(end, 0)
+                pieces.append(source.take(len(end)))
+            else:
+                if not may_be_text:
+                    source.take(len(end) if end in self._value_ends else len(end) - len(self._tags.key))
+                return
+
+    def _is_end(self, source: CallText, end: str, others: Collection[str]) -> Generator[None, None, bool]:
+        """Whether a text ends at the tag that comes next. If so, what separates it from the text behind is read."""
+        if end == self._next:
+            return (yield from self._is_next(source, others))
+        if end in self._call_ends:
+            return (yield from self._is_closed(source, len(end)))
+        while True:
+            rest = source.text[len(end) :].lstrip()
             if rest.startswith(self._followers):
                 source.text = rest
                 return True
@@ -169,22 +219,49 @@ class TaggedCall:
                 return False
             yield
 
-    def _json_value(self, source: CallText, pieces: list[str]) -> Generator[None]:
-        """Read JSON, and the tag after it. In a string, a tag is text."""
-        value, may_be_text = JsonValue(), source.quoting
-        while True:
-            text, end = source.take_until(self._value_ends)
-            source.take(len(end))
-            value.end(text, 0)
-            pieces.append(text)
-            if not end:
-                source.quoting = may_be_text or value.quoting
+    def _is_next(self, source: CallText, others: Collection[str]) -> Generator[None, None, bool]:
+        """Whether one of the parameters ``others`` begins here."""
+        start = len(self._next)
+        while (at := source.text.find(self._tags.key_end, start, start + _MOST_NAME)) < 0:
+            if len(source.text) >= start + _MOST_NAME or not others:
+                return False
+            yield
+        if self._key(source.text[start:at])[0] not in others:
+            return False
+        source.text = source.text.removeprefix("\n")
+        return True
+
+    def _is_closed(self, source: CallText, length: int) -> Generator[None, None, bool]:
+        """Whether the call ends here, with a tag of ``length`` characters and the end of its group.
+
+        A text may have both. So if neither another group nor the end of the output comes before the end of a value,
+        they are text.
+        """
+        _, group_end = self._group
+        while not (rest := source.text[length:].lstrip()).startswith(group_end):
+            if not group_end.startswith(rest):
+                return False
+            yield
+        start = looked = len(source.text) - len(rest) + len(group_end)
+        try:
+            while (found := self._behind.search(source.text, looked)) is None:
+                looked = max(start, self._may_go_on(source.text, looked))
                 yield
-            elif value.quoting or (may_be_text and not (yield from self._is_end(source))):
-                value.end(end, 0)
-                pieces.append(end)
-            else:
-                return
+        except EndOfTextError:
+            source.kept = True
+        else:
+            if not found[1]:
+                return False
+        source.text = source.text[length:].lstrip()
+        return True
+
+    def _may_go_on(self, text: str, start: int) -> int:
+        """Return where the end of a value, or another group, may have begun in a text that goes on."""
+        tag = self._tags.value_end
+        at = text.rfind(tag, start)
+        if at >= 0 and begins(text[at + len(tag) :].lstrip(), self._followers):
+            return at
+        return len(text) - begun(text, (tag, self._group[0]))
 
 
 def _types(declared: frozenset[str], is_string: str | None) -> frozenset[str]:

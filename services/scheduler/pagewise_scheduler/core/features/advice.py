@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pagewise_shared.protocol import Message
+
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
 from pagewise_scheduler.core.features.pins import Pins
@@ -30,6 +32,7 @@ from pagewise_scheduler.core.memory.predicted_uses import (
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers.cache_reset import release_node, snapshot_pools
+from pagewise_scheduler.core.tiers.stored_drops import drop_blocks, only_stored
 from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
@@ -121,6 +124,7 @@ class Advice(Feature):
         self._pins = Pins(self._kv)
         self._ahead = LoadsAhead(scheduler, self._policy) if self._policy is not None else None
         self._watched, self._demotes = 0.0, False
+        self._drops: list[Message] = []
         self.outcomes = {"accepted": 0, "clipped": 0, "refused": 0}
         self.num_kept = self.num_broken = 0
 
@@ -251,6 +255,10 @@ class Advice(Feature):
     def planned(self, step: int) -> None:
         self._demotes = False
 
+    def messages(self, now: float) -> list[Message]:
+        drops, self._drops = self._drops, []
+        return drops
+
     def make_room(self) -> bool:
         return self._pins.release_all()
 
@@ -258,6 +266,7 @@ class Advice(Feature):
         return self.scheduler.num_waiting + self.scheduler.num_running > 0 and self._pins.release_all()
 
     def clear(self) -> None:
+        self._drops.clear()
         self._pins.release_all()
         if self._ahead is not None:
             self._ahead.clear()
@@ -295,7 +304,8 @@ class Advice(Feature):
             tree, keys = self._kv.pool.tree, block_keys(advice.tokens, self._kv.block_size)
             return None, tree.walk(tree.root_of(advice.cache_salt), keys)[::-1]
         last = session.last if session is not None else None
-        return session, [node for node in ancestors(last) if node.num_tiers]
+        stored = only_stored(self.scheduler, last) if advice.kind == "dontneed" else []
+        return session, [*stored, *(node for node in ancestors(last) if node.num_tiers)]
 
     def _is_own(self, node: CachedBlock, key: str) -> bool:
         """Whether the requests of one API key, and of one session at most, have used a block."""
@@ -320,7 +330,8 @@ class Advice(Feature):
         if self._ahead is not None and advice.kind != "willneed":
             self._ahead.forget(path)
         if advice.kind in ("cold", "dontneed"):
-            return self._release(self._behind(own[-1]), forget=advice.kind == "dontneed")
+            stored = [node for node in own if not node.num_tiers]
+            return self._release(self._behind(own[-1]), stored, forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
         if self._kv.windows and advice.kind != "end":
@@ -362,17 +373,20 @@ class Advice(Feature):
             nodes += node.children.values()
         return [node for node in reversed(nodes) if node.num_tiers]
 
-    def _release(self, own: list[CachedBlock], *, forget: bool) -> Outcome:
-        """Demote blocks, or forget them in all tiers with ids, as far as nothing uses them."""
+    def _release(self, own: list[CachedBlock], stored: list[CachedBlock], *, forget: bool) -> Outcome:
+        """Demote blocks, or forget them in all tiers, as far as nothing uses them; and the blocks ``stored``, which
+        only tiers without ids have."""
         if self._kv.windows and not forget:
             return Outcome("refused", "models with several groups of layers demote memory by themselves")
         if forget:
-            num_released = sum(release_node(self._kv, node, "advice") for node in own)
+            num_released = len(stored) + sum(release_node(self._kv, node, "advice") for node in own)
+            gone = [*stored, *(node for node in own if not node.num_tiers)]
+            self._drops += drop_blocks(self.scheduler, gone)
         else:
             before = self._kv.num_free
             self.scheduler.plan.copy(self._kv.pool.evict_nodes(own))
             self._demotes, num_released = True, self._kv.num_free - before
         if not num_released:
             return Outcome("refused", "it is in use")
-        clipped = num_released < len(own)
+        clipped = num_released < len(own) + len(stored)
         return Outcome("clipped" if clipped else "accepted", "a part is in use" if clipped else "", num_released)

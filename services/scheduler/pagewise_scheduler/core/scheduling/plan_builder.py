@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import msgspec
-from pagewise_shared.block_hash import BlockHash, pack_names
+from pagewise_shared.block_hash import BlockHash, pack_names, salt_tags
 from pagewise_shared.protocol import (
     DEVICE,
     BlockCopies,
@@ -19,7 +19,7 @@ from pagewise_shared.protocol.limits import MAX_MOVES, SEQUENCE_OVERHEAD_BYTES
 from pagewise_shared.sampling import TokenConstraints
 from pagewise_shared.segments import MAX_MOVED_TOKENS
 
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, name_of
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, cache_salt_of, name_of
 from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.scheduling.step import Drafts
 from pagewise_scheduler.core.tiers.tier import Copies
@@ -95,8 +95,16 @@ def _block_copies(source: int, target: int, group: int, pairs: list[int | Cached
     if not nodes:
         return BlockCopies(source, target, pack_int32s(pairs), group=group)  # type: ignore[arg-type]
     indexed = chain.from_iterable(zip(pairs[::2], range(len(nodes)), strict=True))
-    names = pack_names(map(name_of, nodes))
-    return BlockCopies(source, target, pack_int32s(indexed), names=names, group=group)  # type: ignore[arg-type]
+    names, salts = pack_names(map(name_of, nodes)), tuple(_salts(nodes)) if not group else ()
+    packed = pack_int32s(indexed)  # type: ignore[arg-type]
+    return BlockCopies(source, target, packed, names=names, group=group, salts=salts)
+
+
+def _salts(nodes: Iterable[CachedBlock]) -> Iterator[tuple[int, bytes]]:
+    """The index and the tags of the cache salt of each node that is the first block of a prefix."""
+    for index, node in enumerate(nodes):
+        if node.depth == 1:
+            yield index, salt_tags(cache_salt_of(node))
 
 
 class PlanBuilder:

@@ -39,9 +39,22 @@ def reset_cache(kv: KVCacheManager, salt: str = "") -> ResetOutcome:
     history = kv.eviction_history
     history.reserves_for(None, 0)
     history.reason = "cache reset"
-    num_in_use = sum(_reset(kv, root) for root in kv.pool.tree.roots if is_below(cache_salt_of(root), salt))
+    num_in_use = sum(_reset(kv, root) for root in roots_of(kv, salt))
     history.reason = "evicted"
     return ResetOutcome({number: used[number] - _num_used(kv, tier) for number, tier in kv.tiers.items()}, num_in_use)
+
+
+def roots_of(kv: KVCacheManager, salt: str) -> list[CachedBlock]:
+    """The roots of a cache salt, and of the salts below it (see ``is_below``)."""
+    return [root for root in kv.pool.tree.roots if is_below(cache_salt_of(root), salt)]
+
+
+def nodes_below(root: CachedBlock) -> list[CachedBlock]:
+    """The blocks below a root, parents before their children."""
+    nodes = [*root.children.values()]
+    for node in nodes:  # grows while it is walked
+        nodes += node.children.values()
+    return nodes
 
 
 def _num_used(kv: KVCacheManager, tier: Pool) -> int:
@@ -64,10 +77,7 @@ def snapshot_pools(kv: KVCacheManager) -> Iterator[SnapshotPool]:
 def _reset(kv: KVCacheManager, root: CachedBlock) -> int:
     """Release the blocks of a cache salt; returns the number of blocks that stay."""
     num_in_use = 0
-    nodes = [*root.children.values()]
-    for node in nodes:  # grows while it is walked: parents come before their children
-        nodes += node.children.values()
-    for node in reversed(nodes):
+    for node in reversed(nodes_below(root)):
         release_node(kv, node, "cache reset")
         num_in_use += node.num_tiers > 0
     return num_in_use

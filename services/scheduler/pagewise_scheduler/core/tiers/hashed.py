@@ -8,6 +8,7 @@ there too, and the tier forgets by itself. When a request comes, an executor is 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice
+from typing import Protocol
 
 from pagewise_shared.block_hash import BlockHash, BlockName, is_private, unpack_names
 from pagewise_shared.protocol import DEVICE, BlockCopies
@@ -29,6 +30,16 @@ _BEGUN = _BITS = 16
 """Bits of ``CachedBlock.flags`` for all tiers."""
 
 
+class StoredWatcher(Protocol):
+    """Is told what is known about the blocks of a tier without ids, of the first group of layers."""
+
+    def entered(self, node: CachedBlock, tier: int) -> None:
+        """A tier has the block."""
+
+    def gone(self, hashes: Iterable[BlockHash], tier: int) -> None:
+        """A tier does not have blocks with these hashes, as far as it had them."""
+
+
 class HashedTier(Tier):
     """A tier without ids, which several executors may share.
 
@@ -45,7 +56,7 @@ class HashedTier(Tier):
     ``CachedBlock.flags`` has a further bit for the block of each group that holds the same tokens.
 
     ``identity``: executors with the same one share it. ``salted``: whether KV of requests with a cache salt may be
-    here. ``windows``: the device's groups of windowed layers.
+    here. ``windows``: the device's groups of windowed layers. ``watcher``: of its blocks; None: there is none.
     """
 
     is_far = True
@@ -73,6 +84,7 @@ class HashedTier(Tier):
         self._salted = salted
         self._bit, self._begun = 1 << number, 1 << (number + _BEGUN)
         self.windows: Sequence[SnapshotPool] = ()
+        self.watcher: StoredWatcher | None = None
         self._arriving: dict[tuple[BlockHash, int], CachedBlock] = {}  # by hash and group
         self._waiting: deque[list[CachedBlock]] = deque()  # the end of a prefix first: they are taken from the back
         self._num_waiting = 0
@@ -112,10 +124,23 @@ class HashedTier(Tier):
         for node in (behind := [*nodes]):  # grows while it is walked
             if node.flags & self._bit and (hash_of(node), 0) not in self._arriving:
                 node.flags &= ~self._bit
+                self._gone([hash_of(node)])
                 behind += node.children.values()
         windows = sum(map(self._window_bit, self.windows))
         for node in chain(ancestors(nodes[0].parent), behind) if windows and nodes else ():
             node.flags &= ~windows  # some of them may be the reason
+
+    def dropped(self, node: CachedBlock) -> None:
+        """The block is about to be deleted here: if it is used again, it is written again."""
+        if node.flags & self._bit:
+            self._gone([hash_of(node)])
+        node.flags &= ~(self._bit | self._begun)
+        for group in self.windows:
+            node.flags &= ~self._window_bit(group)
+
+    def _gone(self, hashes: Iterable[BlockHash]) -> None:
+        if self.watcher is not None:
+            self.watcher.gone(hashes, self.number)
 
     def _lacking(self, last_node: CachedBlock, num_stored: int) -> list[CachedBlock]:
         """The blocks up to ``last_node`` that do not lie here, the last one first; ``last_node`` itself if its windows
@@ -128,6 +153,8 @@ class HashedTier(Tier):
                 break
             if node.depth <= num_stored:
                 node.flags |= self._bit
+                if self.watcher is not None:
+                    self.watcher.entered(node, self.number)
             else:
                 path.append(node)
         return path
@@ -208,6 +235,8 @@ class HashedTier(Tier):
             if node is not None and index in bad:
                 bit = self._window_bit(self.windows[copies.group - 1]) if copies.group else self._bit
                 node.flags &= ~bit  # another sequence that uses it tries again
+            elif node is not None and not copies.group and self.watcher is not None:
+                self.watcher.entered(node, self.number)
         self._counters.written += len(names) - len(bad)
         self._counters.not_written += len(bad)
         if not bad and not copies.group:
@@ -230,6 +259,7 @@ class HashedTier(Tier):
         """Count loaded blocks. If a block is gone, the answer to the look-up is void."""
         self._counters.recalled += len(locations) - len(bad)
         self._counters.recall_failed += len(bad)
+        self._gone(location.name.hash for location in bad if location.name is not None)
         if bad and request is not None:
             request.stored.pop(self.identity, None)
         return ()
