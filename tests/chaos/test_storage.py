@@ -56,7 +56,7 @@ async def test_everything_is_killed_and_what_was_computed_is_found_again(tmp_pat
             answer = await asyncio.to_thread(httpx.post, f"{cluster.url}/reset_prefix_cache", json=body, timeout=60)
             assert sum(one["released"]["disk"] for one in answer.json()["executors"]) > 0 or there
             assert not any(one["failed"] for one in answer.json()["executors"])
-            assert (len([*(tmp_path / "cache").glob("*/??/*")]) > 100) == there, "the salts are none"
+            assert (len([*(tmp_path / "cache").glob("*/??/*")]) > 20) == there, "the salts are none"
         kill_all(cluster)
     other = ("--block-size=32", *options)
     with running(Cluster(tmp_path / "three", scheduler_options=SWAP, executor_options=other), 1) as cluster:
