@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -50,6 +51,12 @@ async def test_everything_is_killed_and_what_was_computed_is_found_again(tmp_pat
         assert sum(cached for *_, cached in found) >= 0.95 * sum(cached for *_, cached in again) > 0
         assert cluster.metric("cached_tokens_total", source="disk") > 0
         assert cluster.metric("kv_block_events_total", event="recall_failed") == 0
+        for salt, there in (("all", True), ("", False)):
+            body = {"reset_external": True} | ({"salt": salt} if salt else {})
+            answer = await asyncio.to_thread(httpx.post, f"{cluster.url}/reset_prefix_cache", json=body, timeout=60)
+            assert sum(one["released"]["disk"] for one in answer.json()["executors"]) > 0 or there
+            assert not any(one["failed"] for one in answer.json()["executors"])
+            assert (len([*(tmp_path / "cache").glob("*/??/*")]) > 20) == there, "the salts are none"
         kill_all(cluster)
     other = ("--block-size=32", *options)
     with running(Cluster(tmp_path / "three", scheduler_options=SWAP, executor_options=other), 1) as cluster:

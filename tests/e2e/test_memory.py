@@ -223,7 +223,7 @@ def test_the_cache_is_listed_and_released(server: Served) -> None:
     dropped = command(server, "cache", "drop", "--salt", "all/mine")
     assert f"blocks released: {mine['tiers']['device']} on the device" in dropped.stdout
     assert "all/mine" not in command(server, "cache", "list").stdout
-    assert command(server, "cache", "drop", "--all").returncode == 0
+    assert command(server, "cache", "drop", "--all", "--external").returncode == 0
     executor = get(server, "/debug/memory")["executors"][0]
     assert executor["device"]["free"] == 40
     assert executor["tiers"]["host"]["used"] == executor["tree_blocks"] == 0

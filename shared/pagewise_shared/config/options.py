@@ -197,8 +197,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         bool,
         _help(
             "let KV of requests with a cache salt go to disk caches and stores",
-            more="Requests with API keys have one, unless keys share their cache. It is in the names of blocks only "
-            "as part of a hash.",
+            more="Requests with API keys have one, unless keys share their cache. Storage has it only as part of "
+            "hashes.",
         ),
     ] = True
     eviction: Annotated[

@@ -11,8 +11,9 @@ class CachedPrefixes(Struct, omit_defaults=True):
             salt.
         key, request_id, adapter: the names of the API key and the adapter, and the id, of the request that computed the
             first block, if the request is known.
-        num_tokens: the length of the longest prefix. tiers: the number of blocks by tier. bytes: the bytes of the
-            blocks by tier. in_use: the number of blocks on the device that sequences or copies use. snapshots: the
+        num_tokens: the length of the longest prefix.
+        tiers: the number of blocks by tier; on disks and in stores, as far as the scheduler knows. bytes: the bytes of
+            the blocks by tier. in_use: the number of blocks on the device that sequences or copies use. snapshots: the
             number of snapshots of windows and states behind the blocks.
         uses: the number of uses of the block that was used the most, if eviction counts uses: 4 means at least four.
         last_used_seconds: the time since a sequence released one of the blocks on the device, to a quarter of a second;

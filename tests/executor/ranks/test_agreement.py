@@ -18,6 +18,7 @@ from pagewise_shared.protocol import (
     Inventory,
     NamedBlocks,
     StepError,
+    StoredDropped,
     pack_int32s,
     unpack_int32s,
 )
@@ -52,6 +53,14 @@ def test_copies_that_one_rank_could_not_make_have_failed() -> None:
     agreed.add(1, copied(error="no room"))
     assert isinstance(reported[0], Copied)
     assert reported[0].error == StepError("internal", "no room")
+
+
+def test_blocks_are_deleted_when_every_rank_has_deleted_its_parts() -> None:
+    agreed, reported = agreement(2)
+    agreed.add(0, StoredDropped(3, 7, 12))
+    assert not reported
+    agreed.add(1, StoredDropped(3, 7, 10, "read-only"))
+    assert reported == [StoredDropped(3, 7, 12, "read-only")]
 
 
 def test_ranks_may_be_steps_apart_and_confirm_the_same_copies_twice() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 from pagewise_executor.grouped_batch import page_name
 from pagewise_executor.tiers.block_names import chain
 from pagewise_executor.tiers.hashed import HashedTier
-from pagewise_shared.block_hash import root_hash
-from pagewise_shared.protocol import DISK, Found, LayerGroup, LookUp, pack_int32s
+from pagewise_shared.block_hash import pack_names, root_hash, salt_tag
+from pagewise_shared.protocol import DISK, DropStored, Found, LayerGroup, LookUp, StoredDropped, pack_int32s
 
 BLOCK_SIZE = 4
 GROUPS = (LayerGroup(2, 2), LayerGroup(6, 3, window=9))
@@ -40,3 +40,8 @@ def check_look_ups(tier: HashedTier) -> None:
     store(0, [10], range(2))
     store(1, [8], range(3))
     assert found(45) == 9
+    tier.drop(DropStored(1, 1, DISK, names=pack_names(names[7:9])), GROUPS)
+    assert told.get(timeout=20) == StoredDropped(1, 1, 10), "all pages of both blocks"
+    assert found(45) == 4
+    tier.drop(DropStored(1, 2, DISK, tag=salt_tag("key:a")), GROUPS)
+    assert told.get(timeout=20) == StoredDropped(1, 2, 25), "of an unknown salt"

@@ -45,9 +45,9 @@ def test_nothing_is_there_of_what_has_no_full_block() -> None:
 def test_what_follows_a_block_is_found_also_in_circles() -> None:
     parents = {"a": "root", "b": "a", "c": "a", "d": "c", "e": "other", "f": "g", "g": "f"}
     assert sorted(descendants(parents, ["root"])) == ["a", "b", "c", "d"]
-    assert descendants(parents, "other") == ["e"]
-    assert sorted(descendants(parents, "f")) == ["f", "g"]
-    assert descendants(parents, "nobody") == []
+    assert descendants(parents, ["other"]) == ["e"]
+    assert sorted(descendants(parents, ["f"])) == ["f", "g"]
+    assert descendants(parents, ["nobody"]) == []
 
 
 def test_the_name_of_a_content_tells_the_model() -> None:

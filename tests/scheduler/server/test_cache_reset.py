@@ -114,6 +114,8 @@ async def test_blocks_in_storage_are_deleted_if_asked_for(tmp_path: Path) -> Non
             (node, *_) = (node for each in stack.executors for node in nodes_below_all(each.scheduler.kv))
             await until(lambda: node.flags & 1 << DISK)
 
+            assert {"disk"} <= {tier for one in await cached(stack) for tier in one["tiers"]}
+
             async def reset(salt: str = "", *, external: bool = True) -> dict[str, tuple[Any, ...]]:
                 answer = msgspec.json.decode((await stack.gateway.reset_cache(salt, external=external)).body)
                 return {

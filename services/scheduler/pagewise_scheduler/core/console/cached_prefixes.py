@@ -54,12 +54,14 @@ def _entry(
 ) -> CachedPrefixes:
     pool, nodes = scheduler.kv.pool, [first]
     blocks, deepest, newest, uses, in_use, num_snapshots = Counter[int](), 0, 0, 0, 0, 0
-    tiers = tuple(scheduler.kv.tiers)
+    tiers, hashed = tuple(scheduler.kv.tiers), tuple(scheduler.kv.hashed.values())
     for node in nodes:  # grows while it is walked
         if len(nodes) < most:
             nodes += node.children.values()
         for tier in tiers:
             blocks[tier] += node.block_id(tier) >= 0
+        for stored in hashed:
+            blocks[stored.number] += stored.holds(node)
         deepest, newest = max(deepest, node.depth), max(newest, node.last_used)
         uses = max(uses, node.kind // CLASSES_PER_USE)
         in_use += node.block >= 0 and pool.references(node.block) > 0
