@@ -13,22 +13,24 @@ from pagewise_executor.models.four_bit_weight import SYMMETRIC_ZERO, FourBitWeig
 
 
 class Format(NamedTuple):
-    """A format: its blocks have ``weights`` weights in ``size`` bytes. ``kept``: the bytes of a block in memory."""
+    """A format: its blocks have ``weights`` weights in ``size`` bytes. ``kept``: the bytes of a block of a linear layer
+    in memory. ``scales``: the places of numbers in float16 in a block."""
 
     weights: int
     size: int
-    kept: float
+    kept: int
+    scales: tuple[int, ...] = (0,)
 
 
 FORMATS = {
     "Q4_0": Format(32, 18, 18),
-    "Q4_1": Format(32, 20, 20),
+    "Q4_1": Format(32, 20, 20, (0, 2)),
     "Q5_0": Format(32, 22, 34),
-    "Q5_1": Format(32, 24, 36),
+    "Q5_1": Format(32, 24, 36, (0, 2)),
     "Q8_0": Format(32, 34, 34),
-    "Q4_K": Format(256, 144, 148),
-    "Q5_K": Format(256, 176, 276),
-    "Q6_K": Format(256, 210, 274),
+    "Q4_K": Format(256, 144, 148, (0, 2)),
+    "Q5_K": Format(256, 176, 276, (0, 2)),
+    "Q6_K": Format(256, 210, 274, (208,)),
 }
 
 
@@ -108,7 +110,7 @@ def join_outputs(weights: Sequence[GgufWeight]) -> GgufWeight | None:
 
 def unpack(blocks: torch.Tensor, kind: str) -> GgufWeight:
     """Return the weights in rows of blocks of a format, uint8 [outs, bytes of a row]."""
-    weights, size, _ = FORMATS[kind]
+    weights, size = FORMATS[kind][:2]
     rows, count = len(blocks), blocks.shape[1] // size
     found = _UNPACK[kind](blocks.reshape(-1, size))
     parts = [None if part is None else part.reshape(rows, -1).contiguous() for part in found._parts()]

@@ -17,6 +17,8 @@ import torch
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.models.four_bit_checkpoint import FourBitScheme
+from pagewise_executor.models.gguf_checkpoint import GgufScheme
+from pagewise_executor.models.gguf_weight import FORMATS
 from pagewise_executor.models.quantised_weight import FP8, Inputs
 
 log = logging.getLogger(__name__)
@@ -157,7 +159,7 @@ class QuantisedCheckpoint:
         self._schemes = [(_pattern(entry), None) for entry in ignore]
         self._schemes += [(_pattern(target), scheme) for targets, scheme in groups for target in targets]
 
-    def scheme(self, linear: str, stored: str | None) -> Scheme | FourBitScheme | None:
+    def scheme(self, linear: str, stored: str | None) -> Scheme | FourBitScheme | GgufScheme | None:
         """Return how the linear layer called ``linear`` is quantised, None if it is not.
 
         ``stored``: the type of its weight in the file, None if there is none, as for a tied head.
@@ -172,6 +174,18 @@ class QuantisedCheckpoint:
             says = "is not quantised" if found is None else f"is {found}"
             raise ModelError(f"{self.name}: its weight {linear} is of type {stored}, but by config.json it {says}")
         return found
+
+
+class GgufCheckpoint(QuantisedCheckpoint):
+    """How the linear layers and embeddings of GGUF files are stored, which the files say."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, [], [], strict=False)
+        self.four_bits = True
+
+    def scheme(self, linear: str, stored: str | None) -> GgufScheme | None:
+        """Return the format of a layer; None: it is not quantised. ``stored``: the type of its weight in the file."""
+        return GgufScheme(stored) if stored in FORMATS else None
 
 
 def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoint | None:
@@ -210,6 +224,8 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
                 return _gptq(name, msgspec.convert(found, _Gptq))
             case "awq":
                 return _awq(name, msgspec.convert(found, _Awq))
+            case "gguf":
+                return GgufCheckpoint(name)
             case "mxfp4" if settings.model_type == "gpt_oss":
                 log.info("%s has experts in MXFP4: one rank keeps them in four bits, several convert them", name)
                 return QuantisedCheckpoint(name, [], [], strict=False, mxfp4=True)

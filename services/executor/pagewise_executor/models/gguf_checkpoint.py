@@ -1,0 +1,54 @@
+"""Layers and embeddings of GGUF files, as the files have them, before they compute."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from pagewise_executor.models.four_bit_weight import FourBitWeight
+from pagewise_executor.models.gguf_weight import FORMATS, GgufWeight, in_four_bits, unpack
+
+
+class GgufScheme(NamedTuple):
+    """How a linear layer or an embedding is stored: in a format of GGUF."""
+
+    kind: str
+
+
+class StoredGgufLinear(nn.Module):
+    """A linear layer as a GGUF file has it: ``weight`` uint8 [outs, bytes of a row]. ``part``: the shape of a rank's part
+    of it."""
+
+    part: list[int] | None = None
+
+    def __init__(self, scheme: GgufScheme, outs: int, ins: int, bias: bool) -> None:
+        super().__init__()
+        self.kind, self.outs, self.ins = scheme.kind, outs, ins
+        self.weight = _blocks(scheme.kind, outs, ins)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(outs, device="meta"), requires_grad=False)
+
+    def loaded(self) -> tuple[GgufWeight | FourBitWeight, torch.Tensor | None]:
+        """Return the weight and the bias."""
+        weight = unpack(self.weight.detach(), self.kind)
+        bias: torch.Tensor | None = getattr(self, "bias", None)
+        return in_four_bits(weight) if self.kind == "Q4_0" else weight, None if bias is None else bias.detach()
+
+
+class GgufEmbedding(nn.Module):
+    """An embedding whose rows stay in blocks, uint8 [ids, bytes of a row], and are dequantised when they are looked up."""
+
+    def __init__(self, scheme: GgufScheme, ids: int, size: int) -> None:
+        super().__init__()
+        self.kind = scheme.kind
+        self.weight = _blocks(scheme.kind, ids, size)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map ids [..] to float32 [.., size]."""
+        rows = self.weight[ids.flatten()]
+        return unpack(rows, self.kind).dequantised().view(*ids.shape, -1)
+
+
+def _blocks(kind: str, outs: int, ins: int) -> nn.Parameter:
+    weights, size = FORMATS[kind][:2]
+    return nn.Parameter(torch.empty(outs, ins // weights * size, dtype=torch.uint8, device="meta"), requires_grad=False)
