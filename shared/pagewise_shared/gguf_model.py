@@ -149,7 +149,7 @@ def _fill(folder: Path, files: list[Path]) -> None:
                        _factors(files, tensors))  # fmt: skip
     if any(tensor.kind not in ("F32", "F16", "BF16") for tensor in tensors.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
-    _write_tokenizer(folder, files[0])
+    _write_tokenizer(folder, files[0], config["vocab_size"])
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     generation = {"eos_token_id": sorted({end for end in ends if end is not None})}
     table = GgufTable(fields["general.architecture"], {file.name: file.stat().st_size for file in files}, tensors)
@@ -198,7 +198,7 @@ def _factors(files: list[Path], tensors: dict[str, GgufTensor]) -> list[float] |
     return factors
 
 
-def _write_tokenizer(folder: Path, file: Path) -> None:
+def _write_tokenizer(folder: Path, file: Path, vocab_size: int) -> None:
     try:
         from transformers import PreTrainedTokenizerFast
 
@@ -206,3 +206,7 @@ def _write_tokenizer(folder: Path, file: Path) -> None:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # of many kinds; an ImportError where torch is not installed
         raise ModelError(f"{file}: its tokenizer cannot be read: {str(error).splitlines()[0]}") from error
+    # The classes of transformers add special tokens of their own behind the vocabulary, for which there are no weights.
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["id"] < vocab_size]
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
