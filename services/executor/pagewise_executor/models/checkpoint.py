@@ -93,7 +93,7 @@ class Checkpoint:
                 del self._tensors[own]
             elif weight.shape_of(info.shape) != weight.shape:
                 mismatched.append(Mismatch(name, info.shape, weight.shape))
-            elif info.dtype not in weight.types:
+            elif info.dtype not in weight.types and (weight.dtype is not None or info.dtype not in FORMATS):
                 raise NotReadableError(f"its weight {name} is of type {info.dtype}")
         return Differences(self._wanted.keys() - self._tensors.keys(), mismatched, unexpected)
 
@@ -144,7 +144,8 @@ class Checkpoint:
                     # Copied even where the type is the same: the original is the mapped file, which may change.
                     tensor = self._read_one(opened, own, name).to(self.device, wanted.dtype or dtype, copy=True)
                     in_files[name] = tensor
-                    weights[own.removeprefix(f"{part}.")] = tensor.view(wanted.shape) if wanted.dtype else tensor
+                    as_is = wanted.dtype is None or wanted.in_blocks
+                    weights[own.removeprefix(f"{part}.")] = tensor if as_is else tensor.view(wanted.shape)
         self.model.get_submodule(part).load_state_dict(weights, assign=True)
         take_stored(self.model, part, dtype, self._shards)
         check_values(self._name, in_files, self._headers)
@@ -167,8 +168,11 @@ class Checkpoint:
             )  # fmt: skip
 
     def _read_one(self, opened: Any, own: str, name: str) -> torch.Tensor:
-        if self._shards is None or self._wanted[own].dtype is not None:
+        in_blocks = self._tensors[own].info.dtype in FORMATS
+        if self._wanted[own].dtype is not None or (self._shards is None and not in_blocks):
             return opened.get_tensor(name)  # type: ignore[no-any-return]
+        if self._shards is None:
+            return opened.get_slice(name)[...]  # type: ignore[no-any-return]
         return self._shards.read(opened.get_slice(name), own, list(self.model.get_parameter(own).shape))
 
 
@@ -205,6 +209,11 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype | None
     shape: list[int]
     types: frozenset[str] = FLOATS
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it keeps the blocks of a GGUF file, of which ``shape`` is the number of weights."""
+        return self.dtype is not None and not self.types.isdisjoint(FORMATS)
 
     def shape_of(self, found: list[int]) -> list[int]:
         """Return ``shape`` if it differs from ``found`` by dimensions of 1 alone, in a tensor that keeps its type."""
@@ -312,13 +321,13 @@ def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
     """Return the weights and scales of all stored layers and experts of a model, by their names."""
     found: dict[str, StoredTensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, StoredLinear | StoredFourBitLinear | Mxfp4Experts | StoredGgufLinear | GgufEmbedding):
+        if isinstance(module, StoredGgufLinear | GgufEmbedding):
+            found[f"{name}.weight"] = StoredTensor(torch.uint8, module.shape, frozenset({module.kind}))
+        elif isinstance(module, StoredLinear | StoredFourBitLinear | Mxfp4Experts):
             for own, weight in module.named_parameters():
-                types = _TYPES.get(weight.dtype, _FLOATS)
-                if isinstance(module, StoredGgufLinear | GgufEmbedding):
-                    types = {module.kind}
                 if not own.endswith("bias"):
-                    found[f"{name}.{own}"] = StoredTensor(weight.dtype, list(weight.shape), frozenset(types))
+                    types = frozenset(_TYPES.get(weight.dtype, _FLOATS))
+                    found[f"{name}.{own}"] = StoredTensor(weight.dtype, list(weight.shape), types)
     return found
 
 
@@ -360,7 +369,10 @@ def part_of(linear: Stored, name: str, shape: list[int], shards: Shards) -> Stor
         start, stop = shards.span(outs, shape[0])
         weight, bias = weight.rows(start, stop), None if bias is None else bias[start:stop]
     if shape[1] < ins:
-        weight = weight.columns(*shards.span(ins, shape[1]))
+        try:
+            weight = weight.columns(*shards.span(ins, shape[1]))
+        except ValueError as error:
+            raise UnknownShardError(f"--tensor-parallel: {name} cannot be divided: {error}") from error
     if isinstance(weight, FourBitWeight | GgufWeight):
         return FourBitLinear(weight, bias)
     assert isinstance(linear, QuantisedLinear)

@@ -16,14 +16,14 @@ class GgufScheme(NamedTuple):
 
 
 class StoredGgufLinear(nn.Module):
-    """A linear layer as a GGUF file has it: ``weight`` uint8 [outs, bytes of a row]. ``part``: the shape of a rank's part
-    of it."""
+    """A linear layer as a GGUF file has it: ``weight`` uint8 [outs, bytes of a row]. ``shape``: outputs and inputs.
+    ``part``: the shape of a rank's part of it."""
 
     part: list[int] | None = None
 
     def __init__(self, scheme: GgufScheme, outs: int, ins: int, bias: bool) -> None:
         super().__init__()
-        self.kind, self.outs, self.ins = scheme.kind, outs, ins
+        self.kind, self.shape = scheme.kind, [outs, ins]
         self.weight = _blocks(scheme.kind, outs, ins)
         if bias:
             self.bias = nn.Parameter(torch.empty(outs, device="meta"), requires_grad=False)
@@ -40,7 +40,7 @@ class GgufEmbedding(nn.Module):
 
     def __init__(self, scheme: GgufScheme, ids: int, size: int) -> None:
         super().__init__()
-        self.kind = scheme.kind
+        self.kind, self.shape = scheme.kind, [ids, size]
         self.weight = _blocks(scheme.kind, ids, size)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from pagewise_shared.errors import ModelError
 from pagewise_shared.gguf_model import GgufTable, GgufTensor, read_table
 
-from pagewise_executor.models.gguf_weight import FORMATS
+from pagewise_executor.models.gguf_weight import FORMATS, unpack
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _OF_LAYER = {
@@ -97,8 +97,9 @@ class OpenedGguf:
         return found.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous() if heads else found
 
     def get_slice(self, name: str) -> Any:
-        """Return a tensor, to be cut."""
-        return Sliced(self.get_tensor(name))
+        """Return a tensor as floats, to be cut."""
+        found, kind = self.get_tensor(name), self._tensors[name].kind
+        return Sliced(unpack(found, kind).dequantised() if kind in FORMATS else found)
 
     def _check(self, name: str, blocks: torch.Tensor, kind: str) -> None:
         form = FORMATS[kind]

@@ -13,7 +13,6 @@ from pagewise_shared.gguf_model import read_table
 from safetensors import SafetensorError, safe_open
 
 from pagewise_executor.models.gguf_file import OpenedGguf, tensors_of
-from pagewise_executor.models.gguf_weight import FORMATS
 
 log = logging.getLogger(__name__)
 
@@ -121,14 +120,11 @@ def checked_headers(files: Iterable[Path]) -> dict[Path, dict[str, TensorInfo]]:
 
 
 def _gguf_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the header of a GGUF file, in which tensors in blocks have the shape of these in bytes."""
-    found: dict[str, TensorInfo] = {}
-    for name, tensor in tensors_of(file).items():
-        *outs, ins = tensor.shape
-        form = FORMATS.get(tensor.kind)
-        shape = tensor.shape if form is None else [*outs, ins // form.weights * form.size]
-        found[name] = TensorInfo(tensor.kind, shape, (tensor.start, tensor.start + tensor.size))
-    return found
+    """Return the header of a GGUF file. A tensor in blocks has its format as its type."""
+    return {
+        name: TensorInfo(tensor.kind, tensor.shape, (tensor.start, tensor.start + tensor.size))
+        for name, tensor in tensors_of(file).items()
+    }
 
 
 def _content(file: Path, name: str) -> tuple[object, ...]:
