@@ -148,7 +148,7 @@ def _fill(folder: Path, files: list[Path]) -> None:
     config = config_of(str(files[0]), fields, {name: tensor.shape for name, tensor in tensors.items()},
                        _factors(files, tensors))  # fmt: skip
     if any(tensor.kind not in ("F32", "F16", "BF16") for tensor in tensors.values()):
-        config["quantization_config"] = {"quant_method": "gguf"}
+        config["quantization_config"] = {"quant_method": "gguf"}  # which other services know quantised models by
     _write_tokenizer(folder, files[0], config["vocab_size"])
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     generation = {"eos_token_id": sorted({end for end in ends if end is not None})}

@@ -8,13 +8,14 @@ docs/quantization.md lists all of them.
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
 from pagewise_shared.errors import ModelError
+from pagewise_shared.gguf_model import read_table
 
 from pagewise_executor.models.four_bit_checkpoint import FourBitScheme
 from pagewise_executor.models.gguf_checkpoint import GgufScheme
@@ -137,8 +138,10 @@ class QuantisedCheckpoint:
 
     ``unread``: the names of tensors that are not read: zero points, which are zero in symmetric quantisation, scales of
     a KV cache, and the frequencies of RoPE. ``mxfp4``: the experts are stored in MXFP4, and nothing else is quantised.
-    ``four_bits``: linear layers are stored in four bits.
+    ``four_bits``: linear layers are stored in four bits, or in blocks of GGUF. ``in_floats``: nothing is quantised.
     """
+
+    in_floats = False
 
     def __init__(
         self,
@@ -177,11 +180,12 @@ class QuantisedCheckpoint:
 
 
 class GgufCheckpoint(QuantisedCheckpoint):
-    """How the linear layers and embeddings of GGUF files are stored, which the files say."""
+    """How the linear layers and embeddings of GGUF files are stored, which the files say. ``kinds``: of their tensors."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, kinds: Collection[str]) -> None:
         super().__init__(name, [], [], strict=False)
-        self.four_bits = True
+        self.four_bits = not FORMATS.keys().isdisjoint(kinds)
+        self.in_floats = not self.four_bits
 
     def scheme(self, linear: str, stored: str | None) -> GgufScheme | None:
         """Return the format of a layer; None: it is not quantised. ``stored``: the type of its weight in the file."""
@@ -196,6 +200,8 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
     Raises:
         ModelError: the quantisation is not supported; the text names it, and advises another checkpoint.
     """
+    if (table := read_table(path)) is not None:
+        return GgufCheckpoint(name, {tensor.kind for tensor in table.tensors.values()})
     try:
         settings = msgspec.json.decode((path / "config.json").read_bytes(), type=_Settings)
     except (OSError, ValueError):
@@ -224,8 +230,6 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
                 return _gptq(name, msgspec.convert(found, _Gptq))
             case "awq":
                 return _awq(name, msgspec.convert(found, _Awq))
-            case "gguf":
-                return GgufCheckpoint(name)
             case "mxfp4" if settings.model_type == "gpt_oss":
                 log.info("%s has experts in MXFP4: one rank keeps them in four bits, several convert them", name)
                 return QuantisedCheckpoint(name, [], [], strict=False, mxfp4=True)
