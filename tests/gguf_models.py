@@ -26,36 +26,41 @@ _LEAST, _MOST = 2.0**-24, 65504.0
 
 def build_gguf(
     path: Path, family: str = "llama", kind: str | Callable[[str], str] = "Q4_0", fields: Mapping[str, Any] = {},
-    skip: str = "", **settings: Any,
+    skip: str = "", only: str | tuple[str, ...] = "", big_endian: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
     """Write a model of random weights to the file ``path``, and return the model before its weights were rounded.
 
-    ``kind``: the format of matrices, or a function from the name of one to it. ``fields``: more fields of the file, by
-    their keys without the architecture. ``skip``: a tensor that is left out.
+    ``kind``: the format of matrices, or a function from the name of one to it. ``fields``: more fields of the file, or
+    others, by their keys without the architecture; None: the file has none. ``skip``: a tensor that is left out. ``only``: the beginnings of the
+    names of those that are written.
     """
     model = build_model(family, path.parent / "original", **SHAPE | settings)
     config, name = model.config, ARCHITECTURES[family]
-    writer = gguf.GGUFWriter(path, name)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_key_length(settings.get("head_dim", SHAPE["head_dim"]))
-    writer.add_value_length(settings.get("head_dim", SHAPE["head_dim"]))
-    for key, value in fields.items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
-        add(key if key.startswith("general.") else f"{name}.{key}", value)
+    writer = gguf.GGUFWriter(path, name, endianess=gguf.GGUFEndian.BIG if big_endian else gguf.GGUFEndian.LITTLE)
+    head_dim = settings.get("head_dim", SHAPE["head_dim"])
+    own = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    for key, value in (own | dict(fields)).items():
+        if value is not None:
+            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+            add(key if key.startswith("split.") else f"{name}.{key}", value)
     _add_tokenizer(writer, config.vocab_size)
     arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = config.tie_word_embeddings
     for full, weight in model.state_dict().items():
         own = names.get_name(full, try_suffixes=(".weight", ".bias"))
-        if own == skip or (tied and full.startswith("lm_head")):
+        if own == skip or not own.startswith(only) or (tied and full.startswith("lm_head")):
             continue
         values = np.ascontiguousarray(_permuted(full, weight.float().numpy(), config, name))
         form = "F32" if values.ndim < 2 else kind if isinstance(kind, str) else kind(own)
