@@ -31,8 +31,8 @@ def build_gguf(
     """Write a model of random weights to the file ``path``, and return the model before its weights were rounded.
 
     ``kind``: the format of matrices, or a function from the name of one to it. ``fields``: more fields of the file, or
-    others, by their keys without the architecture; None: the file has none. ``skip``: a tensor that is left out. ``only``: the beginnings of the
-    names of those that are written.
+    others, by their keys without the architecture; None: the file has none. ``skip``: a tensor that is left out.
+    ``only``: the beginnings of the names of those that are written.
     """
     model = build_model(family, path.parent / "original", **SHAPE | settings)
     config, name = model.config, ARCHITECTURES[family]

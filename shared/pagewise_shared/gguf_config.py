@@ -59,12 +59,14 @@ def config_of(
     kind = fields.get("general.architecture")
     if (family := FAMILIES.get(str(kind))) is None:
         raise ModelError(
-            f"{file}: GGUF files are served of the architectures {', '.join(FAMILIES)}, and this one is of {kind}; take "
-            "the model's repository with safetensors"
+            f"{file}: GGUF files are served of the architectures {', '.join(FAMILIES)}, and this one is of {kind}: "
+            "take the model's repository with safetensors"
         )
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
     if unknown := sorted(key for key, value in own.items() if value and key not in _KEYS.keys() | _MORE_KEYS):
-        raise ModelError(f"{file} sets {kind}.{unknown[0]} = {own[unknown[0]]!r:.80}, which is not known and not served")
+        raise ModelError(
+            f"{file} sets {kind}.{unknown[0]} = {own[unknown[0]]!r:.80}, which is not known and not served"
+        )
     if missing := [key for key in _KEYS if not isinstance(own.get(key), int | float)]:
         raise ModelError(f"{file} has no number {kind}.{missing[0]}")
     config: dict[str, Any] = {name: own[key] for key, name in _KEYS.items()}

@@ -69,7 +69,9 @@ def check(form: Form, rows: int, outs: int, spans: int, biased: bool) -> None:
     for exact, inputs in ((True, x.double()), (False, rounded(x, form.group))):
         found, expected = layer.linear(x, exact=exact), inputs @ drawn.weights.t() + added
         # A sum has the products with codes, and apart from these the ones with leasts.
-        parts = drawn.weights.abs() + 2 * (0 if drawn.leasts is None else drawn._wide(drawn.leasts, drawn.least_steps).abs())
+        parts = drawn.weights.abs() + 2 * (
+            0 if drawn.leasts is None else drawn._wide(drawn.leasts, drawn.least_steps).abs()
+        )
         assert float((found - expected).abs().max()) <= 1e-6 * (float((inputs.abs() @ parts.t()).max()) + 1)
         for row in {0, rows // 2, rows - 1}:
             alone = layer.linear(x[row : row + 1], exact=exact)[0]

@@ -51,7 +51,11 @@ def test_a_file_becomes_a_folder_once(file: Path, cache: Path) -> None:
     assert folder == expected == resolve_model(str(file.parent)) == fetch_model(str(file), bars=False)
     assert [path.name for path in cache.iterdir()] == [folder.name]
     config = json.loads((folder / "config.json").read_text())
-    assert (config["model_type"], config["head_dim"], config["quantization_config"]) == ("llama", 64, {"quant_method": "gguf"})
+    assert (config["model_type"], config["head_dim"], config["quantization_config"]) == (
+        "llama",
+        64,
+        {"quant_method": "gguf"},
+    )
     assert json.loads((folder / "generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
     table = read_table(folder)
     assert table is not None
@@ -147,7 +151,9 @@ def test_factors_of_rope_are_those_of_llama_3() -> None:
         "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
-    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=rope), "cpu")
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](
+        LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=rope), "cpu"
+    )
     plain = [rope["rope_theta"] ** (-2 * pair / 64) for pair in range(32)]  # type: ignore[operator]
     factors = [one / float(slow) for one, slow in zip(plain, theirs, strict=True)]
     fields = FIELDS | {"llama.rope.freq_base": 500_000.0}

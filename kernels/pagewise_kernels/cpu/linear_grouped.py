@@ -13,8 +13,8 @@ class GroupedWeight:
     """The weight [outs, ins] and the bias [outs] of a linear layer, in the layout that the product reads.
 
     A weight is (code - ``zero``) · scale · step - least · least step. ``codes`` uint8 [outs, ins]: of ``bits`` 4 or 8.
-    ``scales`` and ``leasts`` float16 [outs, spans]. ``steps`` int8 or uint8 [outs, groups]: one for 16 or 32 neighbouring
-    inputs; None: they are one, and so are the spans. ``least_steps`` likewise. ``leasts`` None: they are zero.
+    ``scales`` and ``leasts`` float16 [outs, spans]. ``steps``, ``least_steps`` int8 [outs, groups]: each for 16 or 32
+    neighbouring inputs; None: they are one, and the spans are the groups. ``leasts`` None: they are zero.
 
     Raises:
         ValueError: shapes do not fit. TypeError: types do not fit.

@@ -29,10 +29,11 @@ from pagewise_executor.group_choice import layout_of_layers
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.kv.layer_groups import PageLayout, single_group
 from pagewise_executor.models.families import check_quantised
+from pagewise_executor.models.gguf_checkpoint import GgufCheckpoint
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
-from pagewise_executor.models.quantised_checkpoint import GgufCheckpoint, QuantisedCheckpoint, read_quantisation
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
@@ -177,7 +178,11 @@ def _states(config: ExecutorConfig, part: Any, dtype: torch.dtype) -> list[int]:
 
 
 def _weight_bytes(
-    config: ExecutorConfig, path: Path, quantised: QuantisedCheckpoint | None, model: torch.nn.Module, dtype: torch.dtype
+    config: ExecutorConfig,
+    path: Path,
+    quantised: QuantisedCheckpoint | None,
+    model: torch.nn.Module,
+    dtype: torch.dtype,
 ) -> int:
     """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits.
 

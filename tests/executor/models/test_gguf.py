@@ -81,7 +81,10 @@ def test_weights_of_each_format_are_those_of_the_file_in_memory_and_in_parts(kin
     joined = join_outputs([weight, weight.rows(2, 3)])
     assert joined is not None
     assert torch.equal(joined.dequantised(), torch.cat([expected, expected[2:3]]))
-    other = unpack(torch.from_numpy(quantise(expected.numpy(), "Q8_0" if kind != "Q8_0" else "Q4_1")), "Q8_0" if kind != "Q8_0" else "Q4_1")
+    other = unpack(
+        torch.from_numpy(quantise(expected.numpy(), "Q8_0" if kind != "Q8_0" else "Q4_1")),
+        "Q8_0" if kind != "Q8_0" else "Q4_1",
+    )
     assert join_outputs([weight, other]) is None
 
 
@@ -181,10 +184,12 @@ def test_sizes_are_those_of_packed_weights(tmp_path: Path) -> None:
 def test_damaged_and_incomplete_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     build_gguf(file, "llama", "Q4_K", num_hidden_layers=1, skip="blk.0.ffn_up.weight")
-    with pytest.raises(ModelError, match="lack 1 weight that the model has: model.layers.0.mlp.up_proj.weight"):
+    with pytest.raises(ModelError, match=r"lack 1 weight that the model has: model.layers.0.mlp.up_proj.weight"):
         load(file)
     build_gguf(file, "llama", "Q4_K", num_hidden_layers=1, fields={"feed_forward_length": 256})
-    with pytest.raises(ModelError, match=r"down_proj.weight has the shape \[256, 512\].* and by its config.json \[256, 256"):
+    with pytest.raises(
+        ModelError, match=r"down_proj.weight has the shape \[256, 512\].* and by its config.json \[256, 256"
+    ):
         load(file)
     build_gguf(file, "llama", "TQ2_0", num_hidden_layers=1)
     with pytest.raises(ModelError, match=r"its tensor \S+.weight is in TQ2_0, and GGUF files are served in Q4_0, Q4_1"):
@@ -193,5 +198,5 @@ def test_damaged_and_incomplete_files_are_refused(tmp_path: Path) -> None:
     reader = gguf.GGUFReader(file, "r+")
     next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_down.weight").data[0, :2] = 255
     reader.data.flush()
-    with pytest.raises(ModelError, match="scales of its tensor model.layers.0.mlp.down_proj.weight are not finite"):
+    with pytest.raises(ModelError, match=r"scales of its tensor model.layers.0.mlp.down_proj.weight are not finite"):
         load(file)

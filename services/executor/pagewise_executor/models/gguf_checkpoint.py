@@ -1,5 +1,6 @@
 """Layers and embeddings of GGUF files, as the files have them, before they compute."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -7,12 +8,26 @@ from torch import nn
 
 from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.gguf_weight import FORMATS, GgufWeight, in_four_bits, unpack
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 
 
 class GgufScheme(NamedTuple):
     """How a linear layer or an embedding is stored: in a format of GGUF."""
 
     kind: str
+
+
+class GgufCheckpoint(QuantisedCheckpoint):
+    """How the linear layers and embeddings of GGUF files are stored. ``kinds``: the formats of all their tensors."""
+
+    def __init__(self, name: str, kinds: Collection[str]) -> None:
+        super().__init__(name, [], [], strict=False)
+        self.four_bits = not FORMATS.keys().isdisjoint(kinds)
+        self.in_floats = not self.four_bits
+
+    def scheme(self, linear: str, stored: str | None) -> GgufScheme | None:
+        """Return the format of a layer; None: it is not quantised. ``stored``: the type of its weight in the file."""
+        return GgufScheme(stored) if stored in FORMATS else None
 
 
 class StoredGgufLinear(nn.Module):
@@ -36,7 +51,7 @@ class StoredGgufLinear(nn.Module):
 
 
 class GgufEmbedding(nn.Module):
-    """An embedding whose rows stay in blocks, uint8 [ids, bytes of a row], and are dequantised when they are looked up."""
+    """An embedding whose rows stay in blocks, uint8 [ids, bytes of a row], and are dequantised when they are read."""
 
     def __init__(self, scheme: GgufScheme, ids: int, size: int) -> None:
         super().__init__()

@@ -8,9 +8,9 @@ docs/quantization.md lists all of them.
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -18,9 +18,10 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.gguf_model import read_table
 
 from pagewise_executor.models.four_bit_checkpoint import FourBitScheme
-from pagewise_executor.models.gguf_checkpoint import GgufScheme
-from pagewise_executor.models.gguf_weight import FORMATS
 from pagewise_executor.models.quantised_weight import FP8, Inputs
+
+if TYPE_CHECKING:
+    from pagewise_executor.models.gguf_checkpoint import GgufScheme
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class QuantisedCheckpoint:
         self._schemes = [(_pattern(entry), None) for entry in ignore]
         self._schemes += [(_pattern(target), scheme) for targets, scheme in groups for target in targets]
 
-    def scheme(self, linear: str, stored: str | None) -> Scheme | FourBitScheme | GgufScheme | None:
+    def scheme(self, linear: str, stored: str | None) -> "Scheme | FourBitScheme | GgufScheme | None":
         """Return how the linear layer called ``linear`` is quantised, None if it is not.
 
         ``stored``: the type of its weight in the file, None if there is none, as for a tied head.
@@ -179,19 +180,6 @@ class QuantisedCheckpoint:
         return found
 
 
-class GgufCheckpoint(QuantisedCheckpoint):
-    """How the linear layers and embeddings of GGUF files are stored, which the files say. ``kinds``: of their tensors."""
-
-    def __init__(self, name: str, kinds: Collection[str]) -> None:
-        super().__init__(name, [], [], strict=False)
-        self.four_bits = not FORMATS.keys().isdisjoint(kinds)
-        self.in_floats = not self.four_bits
-
-    def scheme(self, linear: str, stored: str | None) -> GgufScheme | None:
-        """Return the format of a layer; None: it is not quantised. ``stored``: the type of its weight in the file."""
-        return GgufScheme(stored) if stored in FORMATS else None
-
-
 def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoint | None:
     """Return how the checkpoint in the folder ``path`` is quantised, None if it is not.
 
@@ -201,6 +189,8 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
         ModelError: the quantisation is not supported; the text names it, and advises another checkpoint.
     """
     if (table := read_table(path)) is not None:
+        from pagewise_executor.models.gguf_checkpoint import GgufCheckpoint
+
         return GgufCheckpoint(name, {tensor.kind for tensor in table.tensors.values()})
     try:
         settings = msgspec.json.decode((path / "config.json").read_bytes(), type=_Settings)

@@ -77,8 +77,9 @@ class QuantisedLinear(nn.Module):
 
 
 class FourBitLinear(nn.Module):
-    """A linear layer in four bits, or of a GGUF file, that has been read, and does not compute: ``make_fast`` makes it an
-    ``Int4Linear`` or a ``GroupedLinear``.
+    """A linear layer in four bits, or of a GGUF file, that has been read, and does not compute.
+
+    ``make_fast`` makes it an ``Int4Linear`` or a ``GroupedLinear``.
 
     ``weight`` [out, in] has the shape and the type of the rest of the model, but no data.
     """

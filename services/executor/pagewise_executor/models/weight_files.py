@@ -87,7 +87,9 @@ def _no_weights(model: str, path: Path) -> str:
     """Return why a directory without safetensors is refused, and how to convert files in PyTorch's own form."""
     others = [file.name for pattern in ("*.gguf", "*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
     if others and others[0].endswith(".gguf"):
-        return f"{path} has a config.json and no safetensors; to serve its GGUF model, give the file: {path / others[0]}"
+        return (
+            f"{path} has a config.json and no safetensors; to serve its GGUF model, give the file: {path / others[0]}"
+        )
     text = f"{model} has no weights that are loaded: no *.safetensors file in {path}"
     if others:
         text += (
