@@ -20,7 +20,9 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 288, "tie_word_embeddings": False,
 }  # fmt: skip
 """Settings of a model whose rows are whole blocks in all formats."""
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3")} | {"mistral": "llama"}
+GEMMA = {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "query_pre_attn_scalar": 256}
+"""Settings that transformers reads of every GGUF file of Gemma, whatever it says."""
 _LEAST, _MOST = 2.0**-24, 65504.0
 
 
@@ -38,7 +40,7 @@ def build_gguf(
     config, name = model.config, ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, name, endianess=gguf.GGUFEndian.BIG if big_endian else gguf.GGUFEndian.LITTLE)
     head_dim = settings.get("head_dim", SHAPE["head_dim"])
-    own = {
+    given = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -48,9 +50,11 @@ def build_gguf(
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(_rope(config)["rope_theta"]),
     }
-    for key, value in (own | dict(fields)).items():
+    if name.startswith("gemma"):
+        given["attention.sliding_window"] = config.sliding_window
+    for key, value in (given | dict(fields)).items():
         if value is not None:
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
             add(key if key.startswith("split.") else f"{name}.{key}", value)
@@ -60,9 +64,11 @@ def build_gguf(
     tied = config.tie_word_embeddings
     for full, weight in model.state_dict().items():
         own = names.get_name(full, try_suffixes=(".weight", ".bias"))
-        if own == skip or not own.startswith(only) or (tied and full.startswith("lm_head")):
+        if (tied and full.startswith("lm_head")) or own == skip or not own.startswith(only):
             continue
         values = np.ascontiguousarray(_permuted(full, weight.float().numpy(), config, name))
+        if name.startswith("gemma") and full.endswith("norm.weight"):
+            values = values + 1
         form = "F32" if values.ndim < 2 else kind if isinstance(kind, str) else kind(own)
         if form == "F32":
             writer.add_tensor(own, values)
@@ -91,6 +97,10 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     writer.add_eot_token_id(2)
     writer.add_add_bos_token(True)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}<end>{% endfor %}")
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    return config.rope_parameters.get("full_attention", config.rope_parameters)  # type: ignore[no-any-return]
 
 
 def _permuted(name: str, values: Floats, config: Any, architecture: str) -> Floats:

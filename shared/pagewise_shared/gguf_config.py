@@ -11,17 +11,20 @@ from pagewise_shared.errors import ModelError
 
 
 class _Family(NamedTuple):
-    """The names of a family in config.json. ``more``: settings that all its models have."""
+    """The names of a family in config.json. ``gemma``: layers are those of Gemma, of which a model with so many layers
+    divides queries by another number than the size of heads; 0: they are not."""
 
     model_type: str
     architecture: str
-    more: Mapping[str, Any] = {}
+    gemma: int = 0
 
 
 FAMILIES = {
     "llama": _Family("llama", "LlamaForCausalLM"),
     "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": _Family("gemma2", "Gemma2ForCausalLM", gemma=46),
+    "gemma3": _Family("gemma3_text", "Gemma3ForCausalLM", gemma=62),
 }
 """By general.architecture. Files of Mistral have the architecture llama."""
 _KEYS = {
@@ -38,6 +41,7 @@ _MORE_KEYS = {
     "rope.freq_base", "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
     "rope.scaling.type", "tensor_data_layout", "vocab_size",
 }  # fmt: skip
+_GEMMA_KEYS = {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 and later compute the factors of RoPE."""
 
@@ -63,7 +67,8 @@ def config_of(
             "take the model's repository with safetensors"
         )
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
-    if unknown := sorted(key for key, value in own.items() if value and key not in _KEYS.keys() | _MORE_KEYS):
+    known = _KEYS.keys() | _MORE_KEYS | (_GEMMA_KEYS if family.gemma else set())
+    if unknown := sorted(key for key, value in own.items() if value and key not in known):
         raise ModelError(
             f"{file} sets {kind}.{unknown[0]} = {own[unknown[0]]!r:.80}, which is not known and not served"
         )
@@ -89,13 +94,33 @@ def config_of(
         "rope_parameters": _rope(file, own, head_dim, factors),
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
-        **family.more,
     }
+    if family.gemma:
+        _set_gemma(config, own, family)
     if family.model_type in ("llama", "qwen3"):
         config["attention_bias"] = "blk.0.attn_output.bias" in shapes
     if family.model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_down.bias" in shapes
     return config
+
+
+def _set_gemma(config: dict[str, Any], own: Mapping[str, Any], family: _Family) -> None:
+    """Set what Gemma 2 and 3 have besides, of which the files lack some, with the values of llama.cpp."""
+    second, rope = family.model_type == "gemma2", config["rope_parameters"]
+    heads = config["num_attention_heads"]
+    config |= {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": (
+            config["hidden_size"] // heads if config["num_hidden_layers"] == family.gemma else config["head_dim"]
+        ),
+        "sliding_window": own.get("attention.sliding_window", 4096),
+        "attn_logit_softcapping": own.get("attn_logit_softcapping", 50.0 if second else None),
+        "final_logit_softcapping": own.get("final_logit_softcapping", 30.0 if second else None),
+    }
+    if not second:
+        local = {"rope_type": "default", "rope_theta": 10_000.0}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    del config["hidden_act"]
 
 
 def _rope(file: str, own: Mapping[str, Any], head_dim: int, factors: Sequence[float] | None) -> dict[str, Any]:

@@ -142,4 +142,4 @@ def test_what_does_not_fit_is_refused() -> None:
         ((codes, 8, 0, scales[:, :1]), ValueError),
     ):
         with pytest.raises(error):
-            GroupedWeight(*wrong)  # type: ignore[arg-type]
+            GroupedWeight(*wrong)

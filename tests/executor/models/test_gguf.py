@@ -28,7 +28,7 @@ from pagewise_shared.gguf_model import make_folder
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
-from tests.gguf_models import build_gguf, quantise
+from tests.gguf_models import GEMMA, build_gguf, quantise
 from tests.quantised_checkpoints import PROMPTS, check_served
 
 
@@ -121,6 +121,8 @@ def test_layers_compute_what_the_file_says(family: str, kind: str | Callable[[st
         ("llama", medium, {"tie_word_embeddings": True}),
         ("qwen3", "Q5_K", {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1}),
         ("qwen2", "Q8_0", {}),
+        ("gemma2", "Q5_0", GEMMA | {"tie_word_embeddings": True}),
+        ("gemma3", "Q6_K", GEMMA | {"num_hidden_layers": 6, "tie_word_embeddings": True}),
     ],
 )  # transformers 5.23 reads heads of Qwen3 as ones of 128, whatever the file says
 def test_greedy_tokens_are_those_of_transformers(

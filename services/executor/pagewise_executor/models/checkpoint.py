@@ -279,10 +279,10 @@ def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, tensors: Map
         ModelError: a weight and the configuration differ in type.
     """
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Embedding and (found := tensors.get(f"{name}.weight")) is not None:
+        if isinstance(module, nn.Embedding) and (found := tensors.get(f"{name}.weight")) is not None:
             kept = checkpoint.scheme(name, found.info.dtype)
             if isinstance(kept, GgufScheme):
-                model.set_submodule(name, GgufEmbedding(kept, module.num_embeddings, module.embedding_dim))
+                model.set_submodule(name, GgufEmbedding(kept, module))
         if type(module) is nn.Linear:
             ends = [end for end in _ENDS if f"{name}.{end}" in tensors]
             there, stored = name, None

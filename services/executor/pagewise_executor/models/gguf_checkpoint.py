@@ -51,17 +51,23 @@ class StoredGgufLinear(nn.Module):
 
 
 class GgufEmbedding(nn.Module):
-    """An embedding whose rows stay in blocks, uint8 [ids, bytes of a row], and are dequantised when they are read."""
+    """An embedding whose rows stay in blocks, uint8 [ids, bytes of a row], and are dequantised when they are read.
 
-    def __init__(self, scheme: GgufScheme, ids: int, size: int) -> None:
+    ``replaced``: the embedding that it replaces, one of torch, or one of Gemma, which multiplies rows by a number.
+    """
+
+    def __init__(self, scheme: GgufScheme, replaced: nn.Embedding) -> None:
         super().__init__()
+        ids, size = replaced.num_embeddings, replaced.embedding_dim
         self.kind, self.shape = scheme.kind, [ids, size]
         self.weight = _blocks(scheme.kind, ids, size)
+        self.scale: float = getattr(replaced, "scalar_embed_scale", 1.0)
+        assert type(replaced) is nn.Embedding or hasattr(replaced, "scalar_embed_scale")
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Map ids [..] to float32 [.., size]."""
         rows = self.weight[ids.flatten()]
-        return unpack(rows, self.kind).dequantised().view(*ids.shape, -1)
+        return unpack(rows, self.kind).dequantised().view(*ids.shape, -1) * self.scale
 
 
 def _blocks(kind: str, outs: int, ins: int) -> nn.Parameter:

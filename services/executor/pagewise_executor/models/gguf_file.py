@@ -1,7 +1,8 @@
 """Tensors of GGUF files, by the names and in the order of rows that the model has.
 
 llama.cpp has names of its own, and keeps the rows of queries and keys of Llama in another order: its RoPE turns
-neighbouring dimensions, and that of the model the first and the second half of a head.
+neighbouring dimensions, and that of the model the first and the second half of a head. Norms of Gemma are kept with the
+one that the model adds.
 """
 
 import json
@@ -30,6 +31,11 @@ _OF_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_OF_GEMMA = _OF_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _UNREAD = {"rope_freqs.weight"}
 """The configuration has these values."""
@@ -37,10 +43,10 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
-def model_name(name: str) -> str | None:
+def model_name(name: str, architecture: str) -> str | None:
     """Return the name in the model of a tensor of the file; None: it has none."""
     if (match := _LAYER.fullmatch(name)) is not None:
-        module = _OF_LAYER.get(match[2])
+        module = (_OF_GEMMA if architecture.startswith("gemma") else _OF_LAYER).get(match[2])
         return None if module is None else f"model.layers.{match[1]}.{module}.{match[3]}"
     module, _, kind = name.rpartition(".")
     return f"{_NAMES[module]}.{kind}" if module in _NAMES else None
@@ -53,10 +59,11 @@ def tensors_of(file: Path) -> dict[str, GgufTensor]:
         ModelError: the file has changed, or has a tensor that is not known or in a format that is not supported.
     """
     found: dict[str, GgufTensor] = {}
-    for name, tensor in _table(file).tensors.items():
+    table = _table(file)
+    for name, tensor in table.tensors.items():
         if tensor.file != file.name or name in _UNREAD:
             continue
-        if (own := model_name(name)) is None:
+        if (own := model_name(name, table.architecture)) is None:
             raise ModelError(f"{file} has a tensor {name} that is not known of its architecture, and is not served")
         if tensor.kind not in FORMATS.keys() | _FLOATS.keys():
             raise ModelError(
@@ -75,7 +82,8 @@ class OpenedGguf:
     def __init__(self, file: Path) -> None:
         self._file, self._tensors = file, tensors_of(file)
         self._heads: dict[str, int] = {}
-        if _table(file).architecture == "llama":
+        self._architecture = _table(file).architecture
+        if self._architecture == "llama":
             config = json.loads((file.parent / "config.json").read_text())
             self._heads = {_OF_LAYER[kind]: config[heads] for kind, heads in _PERMUTED.items()}
 
@@ -92,6 +100,8 @@ class OpenedGguf:
             self._check(name, found, tensor.kind)
         else:
             found = raw.view(_FLOATS[tensor.kind]).view(tensor.shape)
+            if self._architecture.startswith("gemma") and name.endswith("norm.weight"):
+                found = found - 1  # which the model adds
         heads = next((count for module, count in self._heads.items() if f".{module}." in name), 0)
         # Pairs of neighbouring rows become rows of the first and the second half.
         return found.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous() if heads else found

@@ -133,7 +133,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 def _nibbles(blocks: torch.Tensor, run: int) -> torch.Tensor:
     """Return the lower halves of each ``run`` bytes, and then their upper halves, as uint8 [blocks, 2 · bytes]."""
-    runs = blocks.unflatten(1, (-1, run))
+    runs = blocks.reshape(len(blocks), -1, run)
     return torch.stack((runs & 15, runs >> 4), dim=2).flatten(1)
 
 
@@ -171,7 +171,7 @@ def _q8_0(blocks: torch.Tensor) -> GgufWeight:
 
 def _k_steps(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the steps of eight groups and their least steps, six bits each in twelve bytes [blocks, 12]."""
-    first, second, both = packed.split(4, dim=1)
+    first, second, both = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     steps = torch.cat((first & 63, both & 15 | first >> 2 & 48), dim=1)
     least_steps = torch.cat((second & 63, both >> 4 | second >> 2 & 48), dim=1)
     return steps.view(torch.int8), least_steps.view(torch.int8)
@@ -190,7 +190,7 @@ def _q5_k(blocks: torch.Tensor) -> GgufWeight:
 
 def _q6_k(blocks: torch.Tensor) -> GgufWeight:
     # Each half of a block has its lower four bits in 64 bytes, and its upper two in 32.
-    upper = torch.cat([_bits(half, 2).flatten(1) for half in blocks[:, 128:192].split(32, dim=1)], dim=1)
+    upper = torch.cat([_bits(half, 2).flatten(1) for half in (blocks[:, 128:160], blocks[:, 160:192])], dim=1)
     codes = _nibbles(blocks[:, :128], 64) | upper << 4
     return GgufWeight(codes, 8, 32, _half(blocks, 208), blocks[:, 192:208].contiguous().view(torch.int8))
 
