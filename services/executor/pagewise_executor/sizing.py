@@ -248,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the memory of a model on each GPU, and how many tokens of KV fit beside it, from its "
         "config.json: no weights are read. The memory of steps and graphs is an estimate.",
     )
-    parser.add_argument("model", help="model directory or hub id; of a directory config.json is enough")
+    parser.add_argument("model", help="model directory, GGUF file, or hub id; of a directory config.json is enough")
     parser.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory of each GPU, such as 80GiB")
     parser.add_argument("--tensor-parallel", type=int, metavar="N", help="GPUs that hold a part of the model each")
     parser.add_argument("--quantization", choices=("none", "fp8"), help="linear layers in eight bits")

@@ -173,6 +173,12 @@ def test_a_model_in_floats_may_be_quantised_while_it_is_loaded(tmp_path: Path) -
             load(tmp_path / "q.gguf", **options)
 
 
+def test_gemma_is_not_divided(tmp_path: Path) -> None:
+    build_gguf(tmp_path / "m.gguf", "gemma3", "Q8_0", num_hidden_layers=1, tie_word_embeddings=True, **GEMMA)
+    with pytest.raises(ModelError, match="are not divided among ranks"):
+        load(tmp_path / "m.gguf", Ranks(0, 2), tensor_parallel=2)
+
+
 def test_sizes_are_those_of_packed_weights(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     build_gguf(file, "llama", medium, num_hidden_layers=1, tie_word_embeddings=True)
