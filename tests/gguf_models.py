@@ -7,7 +7,10 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import pytest
+import transformers
 from gguf import GGMLQuantizationType as Kind
+from pagewise_shared.gguf_model import TRANSFORMERS
 from tokenizers import pre_tokenizers
 
 from tests.model_builders import build_model
@@ -36,6 +39,8 @@ def build_gguf(
     others, by their keys without the architecture; None: the file has none. ``skip``: a tensor that is left out.
     ``only``: the beginnings of the names of those that are written.
     """
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS:
+        pytest.skip(f"transformers {transformers.__version__} is too old for GGUF files")
     model = build_model(family, path.parent / "original", **SHAPE | settings)
     config, name = model.config, ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, name, endianess=gguf.GGUFEndian.BIG if big_endian else gguf.GGUFEndian.LITTLE)

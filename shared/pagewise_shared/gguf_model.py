@@ -27,6 +27,8 @@ TABLE = "gguf.json"
 """The name of the table in the folder."""
 FORM = 1
 """Of folders. Those of another form are not read."""
+TRANSFORMERS = (5, 23)
+"""The first version whose tokenizers have been compared with llama.cpp's. Those of 5.13 leave out the first token."""
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf$")
 
 
@@ -199,6 +201,11 @@ def _factors(files: list[Path], tensors: dict[str, GgufTensor]) -> list[float] |
 
 
 def _write_tokenizer(folder: Path, file: Path, vocab_size: int) -> None:
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS:
+        wanted = ".".join(map(str, TRANSFORMERS))
+        raise ModelError(f"{file}: GGUF files need transformers {wanted}, and {transformers.__version__} is installed")
     try:
         from transformers import PreTrainedTokenizerFast
 
