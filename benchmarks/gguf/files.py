@@ -40,7 +40,9 @@ def write_checkpoint(model: Path, file: Path) -> None:
             halves = values.reshape(count, 2, len(values) // count // 2, -1)
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
         kind = np.float16 if values.ndim > 1 else np.float32
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values.astype(kind))
+        own = names.get_name(name, try_suffixes=(".weight",))
+        assert own is not None
+        writer.add_tensor(own, values.astype(kind))
     _write(writer)
 
 

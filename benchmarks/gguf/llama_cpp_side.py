@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-import llama_cpp  # type: ignore[import-not-found]
+import llama_cpp
 import numpy as np
 
 

@@ -104,7 +104,8 @@ class OpenedGguf:
                 found = found - 1  # which the model adds
         heads = next((count for module, count in self._heads.items() if f".{module}." in name), 0)
         # Pairs of neighbouring rows become rows of the first and the second half.
-        return found.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous() if heads else found
+        rest = found.shape[1:]
+        return found.reshape(heads, -1, 2, *rest).transpose(1, 2).reshape(-1, *rest) if heads else found
 
     def get_slice(self, name: str) -> Any:
         """Return a tensor as floats, to be cut."""

@@ -202,15 +202,15 @@ def _join_four_bits(linears: Sequence[nn.Module]) -> list[nn.Module]:
     for linear in linears:
         last = found[-1] if found else None
         if isinstance(last, FourBitLinear) and isinstance(linear, FourBitLinear):
-            weights, biases = (last.quantised, linear.quantised), (last.bias, linear.bias)
+            weights = last.quantised, linear.quantised
+            biases: list[torch.Tensor] = [bias for bias in (last.bias, linear.bias) if bias is not None]
             four = [weight for weight in weights if isinstance(weight, FourBitWeight)]
             of_gguf = [weight for weight in weights if isinstance(weight, GgufWeight)]
             joined: FourBitWeight | GgufWeight | None = None
-            if (biases[0] is None) == (biases[1] is None) and not (four and of_gguf):
+            if len(biases) != 1 and not (four and of_gguf):
                 joined = four_bit_weight.join_outputs(four) if four else gguf_weight.join_outputs(of_gguf)
             if joined is not None:
-                both = [bias for bias in biases if bias is not None]
-                found[-1] = FourBitLinear(joined, torch.cat(both) if both else None)
+                found[-1] = FourBitLinear(joined, torch.cat(biases) if biases else None)
                 continue
         found.append(linear)
     return found
@@ -240,8 +240,8 @@ def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: 
             model.set_submodule(name, _fast(module, kernels, device))
         elif isinstance(module, FourBitLinear):
             weight, bias = module.quantised, module.bias
-            of_gguf = isinstance(weight, GgufWeight)
-            model.set_submodule(name, GroupedLinear(weight, bias) if of_gguf else Int4Linear(weight, bias))
+            packed = GroupedLinear(weight, bias) if isinstance(weight, GgufWeight) else Int4Linear(weight, bias)
+            model.set_submodule(name, packed)
 
 
 def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
