@@ -19,7 +19,7 @@ class ConfigError(PagewiseError):
 
 
 class ModelError(PagewiseError):
-    """A model directory or hub id cannot be found, read or run; the text names the file or the reason."""
+    """A model directory, GGUF file or hub id cannot be found, read or run; the text names the file or the reason."""
 
 
 class AdapterError(ModelError):

@@ -13,6 +13,7 @@ import msgspec
 
 from pagewise_shared.config import DEMO_MODEL, size_text
 from pagewise_shared.errors import ModelError
+from pagewise_shared.gguf_model import gguf_files, gguf_folder, make_folder
 from pagewise_shared.json_errors import why_not_json
 from pagewise_shared.progress import logged_bar
 
@@ -33,20 +34,22 @@ def resolve_model(
     Raises:
         ModelError: there is no such model, or the hub cannot be reached or refuses it.
     """
-    if (path := local_model(model)) is not None:
-        return path
-    return _download(model, revision, _patterns(tokenizer_only, remote_code))
+    if local_model(model) is not None:
+        return _with_folder(_path(model))
+    return _of_hub(model, _download(model, revision, _patterns(model, tokenizer_only, remote_code)))
 
 
 def local_model(model: str) -> Path | None:
     """Return the directory of a model that is on this machine, or None if ``model`` is a hub id.
 
+    The directory of a GGUF model need not be there before ``resolve_model`` has made it.
+
     Raises:
         ModelError: it is neither.
     """
-    if model == DEMO_MODEL:
-        return Path(__file__).parent / "demo_model"
-    path = Path(model).expanduser()
+    path = _path(model)
+    if files := gguf_files(path):
+        return gguf_folder(files)
     if path.is_dir():
         return path
     if path.exists():
@@ -59,6 +62,36 @@ def local_model(model: str) -> Path | None:
     return None
 
 
+def _path(model: str) -> Path:
+    return Path(__file__).parent / "demo_model" if model == DEMO_MODEL else Path(model).expanduser()
+
+
+def _with_folder(path: Path) -> Path:
+    """Return the directory at ``path``, or that which is made for a GGUF model there."""
+    return make_folder(files) if (files := gguf_files(path)) else path
+
+
+def _of_hub(model: str, snapshot: Path) -> Path:
+    """Return the directory of a model that has been downloaded to ``snapshot``.
+
+    Raises:
+        ModelError: its repository has no GGUF file of the format behind the colon, or several.
+    """
+    if not (form := model.partition(":")[2]):
+        return snapshot
+    found = sorted(file for pattern in _forms(form) for file in snapshot.rglob(pattern))
+    files = gguf_files(found[0]) if found else []
+    if not files or set(found) != set(files):
+        names = ", ".join(file.name for file in found) or "none"
+        raise ModelError(f"one GGUF model whose name ends with {form} is wanted in {model}, and there is {names}")
+    return make_folder(files)
+
+
+def _forms(form: str) -> list[str]:
+    """Return the patterns of the names of GGUF files of a format, whole or split."""
+    return [f"*{form}.gguf", f"*{form}-00*.gguf"]
+
+
 def fetch_model(
     model: str, revision: str | None = None, *, tokenizer_only: bool = False, remote_code: bool = False, bars: bool
 ) -> Path:
@@ -67,14 +100,20 @@ def fetch_model(
     Raises:
         ModelError: there is no such model, the hub cannot be reached or refuses it, or the disk has no room.
     """
-    if (path := local_model(model)) is not None:
-        return path
-    patterns = _patterns(tokenizer_only, remote_code)
+    if local_model(model) is not None:
+        return _with_folder(_path(model))
+    patterns = _patterns(model, tokenizer_only, remote_code)
     _check_disk(model, revision, patterns)
-    return _download(model, revision, patterns, bars=bars)
+    return _of_hub(model, _download(model, revision, patterns, bars=bars))
 
 
-def _patterns(tokenizer_only: bool, remote_code: bool) -> list[str]:
+def _patterns(model: str, tokenizer_only: bool, remote_code: bool) -> list[str]:
+    """Return the patterns of the files of a hub id that are downloaded.
+
+    Behind a colon it has the format of a GGUF model, whose tokenizer is in the file.
+    """
+    if form := model.partition(":")[2]:
+        return _forms(form)
     return [*_TEXT_FILES, *["*.safetensors"] * (not tokenizer_only), *["*.py"] * remote_code]
 
 
@@ -93,9 +132,10 @@ def _download(model: str, revision: str | None, patterns: list[str], *, bars: bo
     from huggingface_hub import errors
 
     bar = None if bars else logged_bar(log, f"downloading {model}")  # None: the library's own
+    repository = model.partition(":")[0]
     try:
         return Path(
-            huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns, tqdm_class=bar)
+            huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns, tqdm_class=bar)
         )
     except Exception as error:  # the client raises the errors of its HTTP library too
         token = huggingface_hub.get_token() is not None
@@ -155,8 +195,9 @@ def _check_disk(model: str, revision: str | None, patterns: list[str]) -> None:
 
     try:
         files = huggingface_hub.snapshot_download(
-            model, revision=revision, allow_patterns=patterns, dry_run=True, tqdm_class=logged_bar(log, "looking")
-        )
+            model.partition(":")[0], revision=revision, allow_patterns=patterns, dry_run=True,
+            tqdm_class=logged_bar(log, "looking"),
+        )  # fmt: skip
     except Exception:  # the download raises the error
         return
     missing = sum(file.file_size or 0 for file in files if file.will_download)

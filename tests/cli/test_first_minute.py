@@ -115,7 +115,9 @@ def test_no_such_model(model: Path) -> None:
     assert f"did you mean {model}?" in serve(str(model.parent))
     (model / "config.json").unlink()
     (model / "weights.gguf").touch()
-    assert "GGUF files are not served: take the model's repository with safetensors" in serve(str(model))
+    (model / "more.gguf").touch()
+    assert "has several GGUF models, give one: more.gguf, weights.gguf" in serve(str(model))
+    assert "weights.gguf is no GGUF file: it does not begin with GGUF" in serve(str(model / "weights.gguf"))
 
 
 @pytest.mark.parametrize(

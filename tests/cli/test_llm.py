@@ -20,6 +20,7 @@ from pagewise import LLM, LLMError, SamplingParams
 from pagewise_shared.errors import ConfigError
 
 from benchmarks.processes import alive
+from tests.gguf_models import build_gguf
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["def read(", "class Point:\n", "import "]
@@ -237,3 +238,14 @@ def test_the_example_runs() -> None:
 def test_importing_the_package_imports_nothing_more() -> None:
     code = "import sys, pagewise; assert not {'aiohttp', 'msgspec', 'zmq'} & sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.long
+def test_a_gguf_file_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    build_gguf(tmp_path / "m.gguf", "llama", "Q4_K", num_hidden_layers=1)
+    params = SamplingParams(max_tokens=3, temperature=0, min_tokens=3)
+    with LLM(str(tmp_path / "m.gguf"), kv_memory="16MiB", profile=False) as model:
+        [answer] = model.chat([{"role": "user", "content": "the"}], params)
+    assert answer.prompt == "the<end>"
+    assert len(answer.outputs[0].token_ids) == 3

@@ -52,9 +52,9 @@ def test_what_looks_like_a_path_is_not_asked_of_the_hub(name: str, downloads: li
 
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.bin").touch()
     with pytest.raises(ModelError, match="is a file"):
-        resolve_model(str(tmp_path / "model.gguf"))
+        resolve_model(str(tmp_path / "model.bin"))
 
 
 def test_only_what_is_needed_is_downloaded(downloads: list[dict[str, Any]]) -> None:

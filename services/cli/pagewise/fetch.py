@@ -29,7 +29,7 @@ async def fetch(config: ServeConfig) -> None:
     """
     gateway, executor = config.gateway, config.executor
     try:
-        if local_model(gateway.model) is not None:
+        if (folder := local_model(gateway.model)) is not None and folder.is_dir():
             return
     except ModelError as error:
         raise StartError(str(error)) from error

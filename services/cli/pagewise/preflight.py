@@ -13,6 +13,7 @@ from pagewise_shared.curve import SCHEDULER as SCHEDULER_KEY
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ConfigError, ModelError, PagewiseError
 from pagewise_shared.generation_config import folder_error
+from pagewise_shared.gguf_model import gguf_files
 from pagewise_shared.model_files import local_model
 from pagewise_shared.start_checks import check_start
 
@@ -60,10 +61,9 @@ def _check_model(model: str) -> None:
         folder = local_model(model)
     except ModelError as error:
         raise StartError(str(error)) from error
-    if folder is None or (folder / "config.json").is_file():
+    if folder is None or gguf_files(Path(model).expanduser()) or (folder / "config.json").is_file():
         return
     for pattern, advice in (
-        ("*.gguf", "GGUF files are not served: take the model's repository with safetensors"),
         ("adapter_config.json", "it is an adapter: give the model, and " + SERVE_ADAPTER),
         ("snapshots/*/config.json", "it is an entry of the hub's cache: give {}"),
         ("*/config.json", "did you mean {}?"),

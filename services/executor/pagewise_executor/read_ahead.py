@@ -18,7 +18,8 @@ def read_ahead(folder: Path) -> None:
 
     Nothing is read if they would take more than half of the available memory: pages might be evicted before their use.
     """
-    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+    patterns = ("*.safetensors", "*.gguf")
+    files = sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
     if not hasattr(os, "posix_fadvise") or 2 * sum(file.stat().st_size for file in files) > _available():
         return
     command = [sys.executable, "-I", "-S", __file__, *map(str, files)]

@@ -29,6 +29,7 @@ from pagewise_executor.group_choice import layout_of_layers
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.kv.layer_groups import PageLayout, single_group
 from pagewise_executor.models.families import check_quantised
+from pagewise_executor.models.gguf_checkpoint import GgufCheckpoint
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
@@ -37,7 +38,8 @@ from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
 from pagewise_executor.models.trial import try_without_weights
-from pagewise_executor.models.weight_memory import weight_bytes
+from pagewise_executor.models.weight_files import checked_headers, weight_files
+from pagewise_executor.models.weight_memory import stored_bytes, weight_bytes
 
 CONTEXT_BYTES = 2**30
 """For CUDA's context and libraries: the most memory that an executor counts beside its own allocations."""
@@ -114,7 +116,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     model, recurrent = try_without_weights(config.model, found, dtype, trust_remote_code=config.trust_remote_code)
     if config.kv_dtype == "auto":
         store_once(model)
-    weights = _weight_bytes(config, quantised, model, dtype) // config.tensor_parallel
+    weights = _weight_bytes(config, path, quantised, model, dtype) // config.tensor_parallel
     longest = int(text.max_position_embeddings) if config.max_model_len in (None, "auto") else int(config.max_model_len)
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size  # Gemma 3n has one for each layer
     inner = (inner if isinstance(inner, int) else max(inner)) // config.tensor_parallel
@@ -176,14 +178,20 @@ def _states(config: ExecutorConfig, part: Any, dtype: torch.dtype) -> list[int]:
 
 
 def _weight_bytes(
-    config: ExecutorConfig, quantised: QuantisedCheckpoint | None, model: torch.nn.Module, dtype: torch.dtype
+    config: ExecutorConfig,
+    path: Path,
+    quantised: QuantisedCheckpoint | None,
+    model: torch.nn.Module,
+    dtype: torch.dtype,
 ) -> int:
     """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits.
 
     Other quantised checkpoints count as if all linear layers of their decoder layers, experts included, had eight bits.
     """
-    if quantised is None or quantised.mxfp4:
-        if quantised is not None and config.tensor_parallel == 1:
+    if isinstance(quantised, GgufCheckpoint) and not quantised.in_floats:
+        return stored_bytes(checked_headers(weight_files(config.model, path)), dtype)
+    if quantised is None or quantised.mxfp4 or quantised.in_floats:
+        if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:
             place_mxfp4(model)
         return weight_bytes(model, dtype, config.quantization)
     experts = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3)
@@ -240,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Print the memory of a model on each GPU, and how many tokens of KV fit beside it, from its "
         "config.json: no weights are read. The memory of steps and graphs is an estimate.",
     )
-    parser.add_argument("model", help="model directory or hub id; of a directory config.json is enough")
+    parser.add_argument("model", help="model directory, GGUF file, or hub id; of a directory config.json is enough")
     parser.add_argument("--gpu-memory", required=True, metavar="SIZE", help="memory of each GPU, such as 80GiB")
     parser.add_argument("--tensor-parallel", type=int, metavar="N", help="GPUs that hold a part of the model each")
     parser.add_argument("--quantization", choices=("none", "fp8"), help="linear layers in eight bits")

@@ -22,7 +22,7 @@ Device = Literal["auto", "cpu", "cuda"]
 """Where a model runs."""
 
 # Options of several commands. The same option has the same name, meaning and default in all of them.
-Model = Annotated[str, _help("model directory or hub id", "MODEL")]
+Model = Annotated[str, _help("model directory, GGUF file, or hub id", "MODEL")]
 Revision = Annotated[str | None, _help("hub revision of the model", "REV")]
 ServedModelName = Annotated[str | None, _help("name clients use for the model (default: MODEL)", "NAME")]
 Gateways = Annotated[Positive, _help("number of gateway processes to start, all on one port", "N")]

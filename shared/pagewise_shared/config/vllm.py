@@ -91,7 +91,7 @@ ONLY = {
     "--task": ("auto", "generate"),
     "--convert": ("auto", "none"),
     "--model-impl": ("auto", "transformers"),
-    "--load-format": ("auto", "safetensors"),
+    "--load-format": ("auto", "safetensors", "gguf"),
     "--config-format": ("auto", "hf"),
     "--tokenizer-mode": ("auto", "hf", "fast"),
     "--distributed-executor-backend": ("mp", "uni"),

@@ -338,13 +338,13 @@ def test_other_forms_are_refused_by_name_before_the_weights_are_read(
     assert "which cannot be served; take a checkpoint in FP8 or int8" in found
 
 
-def test_gguf_and_modelopt_are_refused_by_name(tmp_path: Path) -> None:
+def test_modelopt_is_refused_by_name_and_gguf_beside_a_configuration(tmp_path: Path) -> None:
     build_model("llama", tmp_path, num_hidden_layers=1)
     (tmp_path / "hf_quant_config.json").write_text("{}")
     assert "(quant_method 'modelopt'), which cannot be served; take" in refused(tmp_path)
     (tmp_path / "hf_quant_config.json").unlink()
     (tmp_path / "model.safetensors").rename(tmp_path / "model.gguf")
-    assert "is a GGUF model (model.gguf), which cannot be served; take" in refused(tmp_path)
+    assert f"to serve its GGUF model, give the file: {tmp_path / 'model.gguf'}" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])

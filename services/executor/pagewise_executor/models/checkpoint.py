@@ -12,6 +12,8 @@ from torch import nn
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.four_bit_checkpoint import FourBitScheme, StoredFourBitLinear
 from pagewise_executor.models.four_bit_weight import FourBitWeight
+from pagewise_executor.models.gguf_checkpoint import GgufEmbedding, GgufScheme, StoredGgufLinear
+from pagewise_executor.models.gguf_weight import FORMATS, GgufWeight
 from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.mxfp4_experts import Mxfp4Experts
@@ -64,6 +66,9 @@ class Checkpoint:
         embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
         if tied and head in tensors and embedding not in tensors:
             tensors[embedding] = tensors.pop(head)
+        if tied and embedding in tensors and tensors[embedding].info.dtype in FORMATS:
+            tensors[head] = tensors[embedding]  # which computes in another layout than the embedding is looked up in
+            self._tied = tied = False
         if quantised is not None:
             place_stored(model, quantised, tensors)
         self._wanted = {own: StoredTensor(None, list(weight.shape)) for own, weight in model.state_dict().items()}
@@ -88,7 +93,7 @@ class Checkpoint:
                 del self._tensors[own]
             elif weight.shape_of(info.shape) != weight.shape:
                 mismatched.append(Mismatch(name, info.shape, weight.shape))
-            elif info.dtype not in weight.types:
+            elif info.dtype not in weight.types and (weight.dtype is not None or info.dtype not in FORMATS):
                 raise NotReadableError(f"its weight {name} is of type {info.dtype}")
         return Differences(self._wanted.keys() - self._tensors.keys(), mismatched, unexpected)
 
@@ -139,7 +144,8 @@ class Checkpoint:
                     # Copied even where the type is the same: the original is the mapped file, which may change.
                     tensor = self._read_one(opened, own, name).to(self.device, wanted.dtype or dtype, copy=True)
                     in_files[name] = tensor
-                    weights[own.removeprefix(f"{part}.")] = tensor.view(wanted.shape) if wanted.dtype else tensor
+                    as_is = wanted.dtype is None or wanted.in_blocks
+                    weights[own.removeprefix(f"{part}.")] = tensor if as_is else tensor.view(wanted.shape)
         self.model.get_submodule(part).load_state_dict(weights, assign=True)
         take_stored(self.model, part, dtype, self._shards)
         check_values(self._name, in_files, self._headers)
@@ -162,8 +168,11 @@ class Checkpoint:
             )  # fmt: skip
 
     def _read_one(self, opened: Any, own: str, name: str) -> torch.Tensor:
-        if self._shards is None or self._wanted[own].dtype is not None:
+        in_blocks = self._tensors[own].info.dtype in FORMATS
+        if self._wanted[own].dtype is not None or (self._shards is None and not in_blocks):
             return opened.get_tensor(name)  # type: ignore[no-any-return]
+        if self._shards is None:
+            return opened.get_slice(name)[...]  # type: ignore[no-any-return]
         return self._shards.read(opened.get_slice(name), own, list(self.model.get_parameter(own).shape))
 
 
@@ -200,6 +209,11 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype | None
     shape: list[int]
     types: frozenset[str] = FLOATS
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it keeps the blocks of a GGUF file, of which ``shape`` is the number of weights."""
+        return self.dtype is not None and not self.types.isdisjoint(FORMATS)
 
     def shape_of(self, found: list[int]) -> list[int]:
         """Return ``shape`` if it differs from ``found`` by dimensions of 1 alone, in a tensor that keeps its type."""
@@ -265,6 +279,10 @@ def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, tensors: Map
         ModelError: a weight and the configuration differ in type.
     """
     for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Embedding) and (found := tensors.get(f"{name}.weight")) is not None:
+            kept = checkpoint.scheme(name, found.info.dtype)
+            if isinstance(kept, GgufScheme):
+                model.set_submodule(name, GgufEmbedding(kept, module))
         if type(module) is nn.Linear:
             ends = [end for end in _ENDS if f"{name}.{end}" in tensors]
             there, stored = name, None
@@ -272,7 +290,9 @@ def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, tensors: Map
                 found = tensors[f"{name}.{ends[0]}"]
                 there, stored = found.name.rpartition(".")[0], found.info.dtype
             scheme, (outs, ins) = checkpoint.scheme(there, stored), module.weight.shape
-            if isinstance(scheme, FourBitScheme):
+            if isinstance(scheme, GgufScheme):
+                model.set_submodule(name, StoredGgufLinear(scheme, outs, ins, module.bias is not None))
+            elif isinstance(scheme, FourBitScheme):
                 own = StoredFourBitLinear(scheme, outs, ins, module.bias is not None, ends)
                 model.set_submodule(name, own)
             elif scheme is not None:
@@ -290,7 +310,7 @@ def place_whole(model: nn.Module, whole: nn.Module) -> None:
     They are read whole, one part of the model at a time, and then cut: blocks of scales do not end where parts do.
     """
     for name, module in whole.named_modules():
-        if isinstance(module, StoredLinear | StoredFourBitLinear):
+        if isinstance(module, StoredLinear | StoredFourBitLinear | StoredGgufLinear):
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             module.part = list(linear.weight.shape)
@@ -299,13 +319,16 @@ def place_whole(model: nn.Module, whole: nn.Module) -> None:
 
 def stored_tensors(model: nn.Module) -> dict[str, StoredTensor]:
     """Return the weights and scales of all stored layers and experts of a model, by their names."""
-    return {
-        f"{name}.{own}": StoredTensor(weight.dtype, list(weight.shape), frozenset(_TYPES.get(weight.dtype, _FLOATS)))
-        for name, module in model.named_modules()
-        if isinstance(module, StoredLinear | StoredFourBitLinear | Mxfp4Experts)
-        for own, weight in module.named_parameters()
-        if not own.endswith("bias")
-    }
+    found: dict[str, StoredTensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StoredGgufLinear | GgufEmbedding):
+            found[f"{name}.weight"] = StoredTensor(torch.uint8, module.shape, frozenset({module.kind}))
+        elif isinstance(module, StoredLinear | StoredFourBitLinear | Mxfp4Experts):
+            for own, weight in module.named_parameters():
+                if not own.endswith("bias"):
+                    types = frozenset(_TYPES.get(weight.dtype, _FLOATS))
+                    found[f"{name}.{own}"] = StoredTensor(weight.dtype, list(weight.shape), types)
+    return found
 
 
 def take_stored(model: nn.Module, within: str, dtype: torch.dtype, shards: Shards | None = None) -> None:
@@ -315,9 +338,9 @@ def take_stored(model: nn.Module, within: str, dtype: torch.dtype, shards: Shard
         ValueError: packed weights or static scales are invalid. UnknownShardError: a weight cannot be divided.
     """
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
-        if isinstance(module, StoredLinear | StoredFourBitLinear):
+        if isinstance(module, StoredLinear | StoredFourBitLinear | StoredGgufLinear):
             linear: Stored = (
-                FourBitLinear(*module.loaded()) if isinstance(module, StoredFourBitLinear) else module.loaded(dtype)
+                module.loaded(dtype) if isinstance(module, StoredLinear) else FourBitLinear(*module.loaded())
             )
             if shards is not None and module.part is not None:
                 linear = part_of(linear, name, module.part, shards)
@@ -346,8 +369,11 @@ def part_of(linear: Stored, name: str, shape: list[int], shards: Shards) -> Stor
         start, stop = shards.span(outs, shape[0])
         weight, bias = weight.rows(start, stop), None if bias is None else bias[start:stop]
     if shape[1] < ins:
-        weight = weight.columns(*shards.span(ins, shape[1]))
-    if isinstance(weight, FourBitWeight):
+        try:
+            weight = weight.columns(*shards.span(ins, shape[1]))
+        except ValueError as error:
+            raise UnknownShardError(f"--tensor-parallel: {name} cannot be divided: {error}") from error
+    if isinstance(weight, FourBitWeight | GgufWeight):
         return FourBitLinear(weight, bias)
     assert isinstance(linear, QuantisedLinear)
     return QuantisedLinear(weight, linear.inputs, linear.weight.dtype, bias, linear.static_scale)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.models.checkpoint import Checkpoint, place_whole
+from pagewise_executor.models.checkpoint import Checkpoint, StoredTensor, place_whole
 from pagewise_executor.models.fused import CausalLMOutput, FusedDecoderLayer, plain_logits
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
@@ -145,6 +145,9 @@ class LlamaCheckpoint(Checkpoint):
         if not ranks.alone:
             whole, self.model = self.model, _empty(self.config, self.device)
             place_whole(self.model, whole)
+            # Each rank reads its rows of the embedding as floats.
+            self._wanted |= {own: StoredTensor(None, one.shape) for own, one in self._wanted.items()
+                             if one.in_blocks and own == f"{vocabulary_names(whole).embedding}.weight"}  # fmt: skip
             self._shards = Shards(ranks, LLAMA_PLAN, vocabulary_names(self.model))
         return self.model, self._shards
 

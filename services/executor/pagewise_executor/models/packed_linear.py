@@ -15,8 +15,10 @@ from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.models.four_bit_weight import FourBitWeight, quantise
+from pagewise_executor.models.gguf_weight import GgufWeight
 
 if TYPE_CHECKING:
+    from pagewise_kernels.cpu.linear_grouped import GroupedWeight
     from pagewise_kernels.cpu.linear_int4 import Int4Weight
     from pagewise_kernels.cpu.linear_int8 import Int8Weight
     from pagewise_kernels.cpu.operations import PackedWeight
@@ -66,7 +68,7 @@ def rounded_rows(rows: int) -> int:
 class CpuLinear(nn.Module):
     """A linear layer by the CPU operations, in float32."""
 
-    packed: "PackedWeight | Int8Weight | Int4Weight"
+    packed: "PackedWeight | Int8Weight | Int4Weight | GroupedWeight"
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         from pagewise_kernels.cpu.operations import PackedWeight
@@ -123,6 +125,21 @@ class Int4Linear(CpuLinear):
         given = weight.detach()
         made, error = quantise(given)
         return cls(made, bias, (float(torch.linalg.vector_norm(given)) ** 2, error))
+
+
+class GroupedLinear(CpuLinear):
+    """A linear layer of a GGUF file by the CPU operations, whose inputs are rounded to eight bits by group."""
+
+    packed: "GroupedWeight"
+
+    def __init__(self, weight: GgufWeight, bias: torch.Tensor | None) -> None:
+        from pagewise_kernels.cpu.linear_grouped import GroupedWeight
+
+        nn.Module.__init__(self)
+        self.packed = GroupedWeight(
+            weight.codes, weight.bits, weight.zero, weight.scales, weight.steps, weight.leasts, weight.least_steps, bias
+        )
+        self.weight = torch.empty(weight.codes.shape, device="meta")
 
 
 def pack_linears(model: nn.Module, kernels: Kernels, quantization: Quantization = "none", within: str = "") -> int:

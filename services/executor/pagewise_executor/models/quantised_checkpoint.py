@@ -10,14 +10,18 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import torch
 from pagewise_shared.errors import ModelError
+from pagewise_shared.gguf_model import read_table
 
 from pagewise_executor.models.four_bit_checkpoint import FourBitScheme
 from pagewise_executor.models.quantised_weight import FP8, Inputs
+
+if TYPE_CHECKING:
+    from pagewise_executor.models.gguf_checkpoint import GgufScheme
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +139,10 @@ class QuantisedCheckpoint:
 
     ``unread``: the names of tensors that are not read: zero points, which are zero in symmetric quantisation, scales of
     a KV cache, and the frequencies of RoPE. ``mxfp4``: the experts are stored in MXFP4, and nothing else is quantised.
-    ``four_bits``: linear layers are stored in four bits.
+    ``four_bits``: linear layers are stored in four bits, or in blocks of GGUF. ``in_floats``: nothing is quantised.
     """
+
+    in_floats = False
 
     def __init__(
         self,
@@ -157,7 +163,7 @@ class QuantisedCheckpoint:
         self._schemes = [(_pattern(entry), None) for entry in ignore]
         self._schemes += [(_pattern(target), scheme) for targets, scheme in groups for target in targets]
 
-    def scheme(self, linear: str, stored: str | None) -> Scheme | FourBitScheme | None:
+    def scheme(self, linear: str, stored: str | None) -> "Scheme | FourBitScheme | GgufScheme | None":
         """Return how the linear layer called ``linear`` is quantised, None if it is not.
 
         ``stored``: the type of its weight in the file, None if there is none, as for a tied head.
@@ -182,6 +188,10 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
     Raises:
         ModelError: the quantisation is not supported; the text names it, and advises another checkpoint.
     """
+    if (table := read_table(path)) is not None:
+        from pagewise_executor.models.gguf_checkpoint import GgufCheckpoint
+
+        return GgufCheckpoint(name, {tensor.kind for tensor in table.tensors.values()})
     try:
         settings = msgspec.json.decode((path / "config.json").read_bytes(), type=_Settings)
     except (OSError, ValueError):

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
-from pagewise_executor.models import four_bit_weight
+from pagewise_executor.models import four_bit_weight, gguf_weight
 from pagewise_executor.models.four_bit_weight import FourBitWeight
-from pagewise_executor.models.packed_linear import Int4Linear, Int8Linear, is_conv1d, is_quantised
+from pagewise_executor.models.gguf_weight import GgufWeight
+from pagewise_executor.models.packed_linear import GroupedLinear, Int4Linear, Int8Linear, is_conv1d, is_quantised
 from pagewise_executor.models.quantised_weight import (
     FP8,
     Inputs,
@@ -76,12 +77,14 @@ class QuantisedLinear(nn.Module):
 
 
 class FourBitLinear(nn.Module):
-    """A linear layer in four bits that has been read, and does not compute: ``make_fast`` makes it an ``Int4Linear``.
+    """A linear layer in four bits, or of a GGUF file, that has been read, and does not compute.
+
+    ``make_fast`` makes it an ``Int4Linear`` or a ``GroupedLinear``.
 
     ``weight`` [out, in] has the shape and the type of the rest of the model, but no data.
     """
 
-    def __init__(self, quantised: FourBitWeight, bias: torch.Tensor | None) -> None:
+    def __init__(self, quantised: FourBitWeight | GgufWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.quantised = quantised
         self.bias = None if bias is None else nn.Buffer(bias.detach())
@@ -174,12 +177,9 @@ def join_linears(linears: Sequence[nn.Module]) -> nn.Module:
 
     Of different static scales of inputs the largest one is used, so that no input is clipped that was not before.
     """
-    four = [linear for linear in linears if isinstance(linear, FourBitLinear)]
-    if len(four) == len(linears) and len({linear.bias is None for linear in four}) == 1:
-        joined = four_bit_weight.join_outputs([linear.quantised for linear in four])
-        biases: list[torch.Tensor] = [linear.bias for linear in four if linear.bias is not None]
-        if joined is not None:
-            return FourBitLinear(joined, torch.cat(biases) if biases else None)
+    linears = _join_four_bits(linears)
+    if len(linears) == 1:
+        return linears[0]
     quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
     kinds = {(linear.values.dtype, linear.inputs, linear.bias is None) for linear in quantised}
     if len(quantised) < len(linears) or len(kinds) > 1:
@@ -194,6 +194,26 @@ def join_linears(linears: Sequence[nn.Module]) -> nn.Module:
         torch.cat(bias) if bias else None,
         torch.stack(static).amax(dim=0) if static else None,
     )
+
+
+def _join_four_bits(linears: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the layers, with one layer for neighbours in four bits or of a GGUF file whose weights can be joined."""
+    found: list[nn.Module] = []
+    for linear in linears:
+        last = found[-1] if found else None
+        if isinstance(last, FourBitLinear) and isinstance(linear, FourBitLinear):
+            weights = last.quantised, linear.quantised
+            biases: list[torch.Tensor] = [bias for bias in (last.bias, linear.bias) if bias is not None]
+            four = [weight for weight in weights if isinstance(weight, FourBitWeight)]
+            of_gguf = [weight for weight in weights if isinstance(weight, GgufWeight)]
+            joined: FourBitWeight | GgufWeight | None = None
+            if len(biases) != 1 and not (four and of_gguf):
+                joined = four_bit_weight.join_outputs(four) if four else gguf_weight.join_outputs(of_gguf)
+            if joined is not None:
+                found[-1] = FourBitLinear(joined, torch.cat(biases) if biases else None)
+                continue
+        found.append(linear)
+    return found
 
 
 def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
@@ -219,7 +239,9 @@ def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: 
         if type(module) is QuantisedLinear:
             model.set_submodule(name, _fast(module, kernels, device))
         elif isinstance(module, FourBitLinear):
-            model.set_submodule(name, Int4Linear(module.quantised, module.bias))
+            weight, bias = module.quantised, module.bias
+            packed = GroupedLinear(weight, bias) if isinstance(weight, GgufWeight) else Int4Linear(weight, bias)
+            model.set_submodule(name, packed)
 
 
 def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
@@ -271,13 +293,15 @@ def report(model: nn.Module, asked: bool) -> bool:
 
     ``asked``: an option asks for quantised weights, so the line is a warning if most of them are not.
     """
-    linears = [module for module in model.modules() if isinstance(module, QuantisedLinear | Int8Linear | Int4Linear)]
+    kinds = QuantisedLinear | Int8Linear | Int4Linear | GroupedLinear
+    linears = [module for module in model.modules() if isinstance(module, kinds)]
     if not linears:
         return False
     ways, kept = Counter(_WAYS[type(linear)] for linear in linears), _kept(model)
     sizes = Counter[str]()
     for linear in linears:
-        sizes["four bits" if isinstance(linear, Int4Linear) else "eight bits"] += linear.weight.numel()
+        four = isinstance(linear, Int4Linear) or (isinstance(linear, GroupedLinear) and linear.packed.bits == 4)
+        sizes["four bits" if four else "eight bits"] += linear.weight.numel()
     log.log(
         logging.WARNING if asked and sizes.total() < kept.total() else logging.INFO,
         "%s (%s)%s; %s weights stay in %s: %s%s",
@@ -327,4 +351,5 @@ _WAYS = {
     ScaledMMLinear: "scaled_mm of PyTorch",
     Int8Linear: "the CPU operations",
     Int4Linear: "the CPU operations",
+    GroupedLinear: "the CPU operations",
 }

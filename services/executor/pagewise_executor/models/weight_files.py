@@ -9,9 +9,10 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import torch
 from pagewise_shared.errors import ModelError
+from pagewise_shared.gguf_model import read_table
 from safetensors import SafetensorError, safe_open
 
-from pagewise_executor.models.quantised_checkpoint import INSTEAD
+from pagewise_executor.models.gguf_file import OpenedGguf, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ def weight_files(model: str, path: Path) -> list[Path]:
     Raises:
         ModelError: no file can be read.
     """
+    if (table := read_table(path)) is not None:
+        return [path / name for name in sorted(table.sizes)]
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} is no model directory: it has no config.json")
     is_indexed = (path / INDEX).is_file()
@@ -84,7 +87,9 @@ def _no_weights(model: str, path: Path) -> str:
     """Return why a directory without safetensors is refused, and how to convert files in PyTorch's own form."""
     others = [file.name for pattern in ("*.gguf", "*.bin", "*.pt", "*.pth") for file in path.glob(pattern)]
     if others and others[0].endswith(".gguf"):
-        return f"{path} is a GGUF model ({others[0]}), which cannot be served; {INSTEAD}"
+        return (
+            f"{path} has a config.json and no safetensors; to serve its GGUF model, give the file: {path / others[0]}"
+        )
     text = f"{model} has no weights that are loaded: no *.safetensors file in {path}"
     if others:
         text += (
@@ -104,7 +109,7 @@ def checked_headers(files: Iterable[Path]) -> dict[Path, dict[str, TensorInfo]]:
     headers: dict[Path, dict[str, TensorInfo]] = {}
     first_files: dict[str, Path] = {}
     for file in files:
-        header = _checked_header(file)
+        header = _gguf_header(file) if file.suffix == ".gguf" else _checked_header(file)
         for name in header.keys() & first_files.keys():
             if _content(file, name) != _content(first_files[name], name):
                 raise ModelError(
@@ -114,6 +119,14 @@ def checked_headers(files: Iterable[Path]) -> dict[Path, dict[str, TensorInfo]]:
         first_files |= dict.fromkeys(header, file)
         headers[file] = header
     return headers
+
+
+def _gguf_header(file: Path) -> dict[str, TensorInfo]:
+    """Return the header of a GGUF file. A tensor in blocks has its format as its type."""
+    return {
+        name: TensorInfo(tensor.kind, tensor.shape, (tensor.start, tensor.start + tensor.size))
+        for name, tensor in tensors_of(file).items()
+    }
 
 
 def _content(file: Path, name: str) -> tuple[object, ...]:
@@ -158,6 +171,9 @@ def open_weights(file: Path) -> Iterator[Any]:
     Raises:
         ModelError: safetensors refuses the file, or a tensor in it; the text names the file.
     """
+    if file.suffix == ".gguf":
+        yield OpenedGguf(file)
+        return
     try:
         with safe_open(file, framework="pt") as opened:
             yield opened

@@ -1,6 +1,5 @@
 """The memory that the weights of a model take, and whether they fit into it."""
 
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from pagewise_executor.kv.kv_pool import free_memory
 from pagewise_executor.models.four_bit_weight import GROUP
+from pagewise_executor.models.gguf_weight import FORMATS
 from pagewise_executor.models.packed_linear import Quantization, is_conv1d, is_quantised, quantisation_of
 from pagewise_executor.models.preparation import parts_of
 from pagewise_executor.models.weight_files import Headers
@@ -36,7 +36,7 @@ def check_weights(
     free = free_memory(device)
     if device.type == "cpu":
         free = (free + _swap()) // ranks
-    size = _stored_bytes(headers, dtype) if stored else weight_bytes(model, dtype, config.quantization)
+    size = stored_bytes(headers, dtype) if stored else weight_bytes(model, dtype, config.quantization)
     if size // ranks <= free:
         return
     kind = f"in {str(dtype).removeprefix('torch.')}" if config.quantization == "none" else f"in {config.quantization}"
@@ -110,11 +110,20 @@ def _what_fits(
     return f"take a smaller model, or a machine with more than {size_text(least)} for it"
 
 
-def _stored_bytes(headers: Headers, dtype: torch.dtype) -> int:
-    """Return the bytes of all tensors as they are stored, but those in 16 bits as ``dtype``."""
-    tensors = chain.from_iterable(header.values() for header in headers.values())
-    widening = {"BF16": dtype.itemsize // 2, "F16": dtype.itemsize // 2}
-    return sum((one.data_offsets[1] - one.data_offsets[0]) * widening.get(one.dtype, 1) for one in tensors)
+def stored_bytes(headers: Headers, dtype: torch.dtype) -> int:
+    """Return the bytes of all tensors as they are stored, but those in 16 bits as ``dtype``, and those of linear layers
+    in GGUF files as they are packed."""
+    tensors = {name: one for header in headers.values() for name, one in header.items()}
+    embedding = tensors.get("model.embed_tokens.weight")
+    if "lm_head.weight" not in tensors and embedding is not None and embedding.dtype in FORMATS:
+        tensors["lm_head.weight"] = embedding  # which is packed for the head once more
+    factors = {"BF16": dtype.itemsize / 2, "F16": dtype.itemsize / 2}
+    factors |= {kind: form.kept / form.size for kind, form in FORMATS.items()}
+    size = 0
+    for name, one in tensors.items():
+        kept = name == "model.embed_tokens.weight" and one.dtype in FORMATS  # its rows are looked up in their blocks
+        size += int((one.data_offsets[1] - one.data_offsets[0]) * (1 if kept else factors.get(one.dtype, 1)))
+    return size
 
 
 def _swap() -> int:

@@ -1,0 +1,148 @@
+"""The configuration of a model in GGUF files, as config.json would have it.
+
+Nothing is guessed: a key that is not known here is refused, because it may change results.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pagewise_shared.errors import ModelError
+
+
+class _Family(NamedTuple):
+    """The names of a family in config.json. ``gemma``: layers are those of Gemma, of which a model with so many layers
+    divides queries by another number than the size of heads; 0: they are not."""
+
+    model_type: str
+    architecture: str
+    gemma: int = 0
+
+
+FAMILIES = {
+    "llama": _Family("llama", "LlamaForCausalLM"),
+    "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": _Family("gemma2", "Gemma2ForCausalLM", gemma=46),
+    "gemma3": _Family("gemma3_text", "Gemma3ForCausalLM", gemma=62),
+}
+"""By general.architecture. Files of Mistral have the architecture llama."""
+_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+"""The keys that every file has, and their names in config.json."""
+_MORE_KEYS = {
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
+    "rope.freq_base", "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
+    "rope.scaling.type", "tensor_data_layout", "vocab_size",
+}  # fmt: skip
+_GEMMA_KEYS = {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""How Llama 3.1 and later compute the factors of RoPE."""
+
+
+def config_of(
+    file: str,
+    fields: Mapping[str, Any],
+    shapes: Mapping[str, Sequence[int]],
+    factors: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """Return the content of config.json.
+
+    ``file``: for errors. ``fields``: of the files. ``shapes``: of their tensors. ``factors``: by how much slower each
+    pair of dimensions turns in RoPE.
+
+    Raises:
+        ModelError: a key is missing, unknown, or has a value that is not known.
+    """
+    kind = fields.get("general.architecture")
+    if (family := FAMILIES.get(str(kind))) is None:
+        raise ModelError(
+            f"{file}: GGUF files are served of the architectures {', '.join(FAMILIES)}, and this one is of {kind}: "
+            "take the model's repository with safetensors"
+        )
+    own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
+    known = _KEYS.keys() | _MORE_KEYS | (_GEMMA_KEYS if family.gemma else set())
+    if unknown := sorted(key for key, value in own.items() if value and key not in known):
+        raise ModelError(
+            f"{file} sets {kind}.{unknown[0]} = {own[unknown[0]]!r:.80}, which is not known and not served"
+        )
+    if missing := [key for key in _KEYS if not isinstance(own.get(key), int | float)]:
+        raise ModelError(f"{file} has no number {kind}.{missing[0]}")
+    config: dict[str, Any] = {name: own[key] for key, name in _KEYS.items()}
+    embedding = shapes.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file} has no tensor token_embd.weight")
+    heads = config["num_attention_heads"]
+    head_dim = own.get("attention.key_length") or config["hidden_size"] // max(1, heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if own.get(key, head_dim) != head_dim:
+            raise ModelError(f"{file} has heads of {head_dim} and {kind}.{key} = {own[key]}, which is not served")
+    config |= {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "head_dim": head_dim,
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "vocab_size": embedding[0],
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "rope_parameters": _rope(file, own, head_dim, factors),
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+    }
+    if family.gemma:
+        _set_gemma(config, own, family)
+    if family.model_type in ("llama", "qwen3"):
+        config["attention_bias"] = "blk.0.attn_output.bias" in shapes
+    if family.model_type == "llama":
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in shapes
+    return config
+
+
+def _set_gemma(config: dict[str, Any], own: Mapping[str, Any], family: _Family) -> None:
+    """Set what Gemma 2 and 3 have besides, of which the files lack some, with the values of llama.cpp."""
+    second, rope = family.model_type == "gemma2", config["rope_parameters"]
+    heads = config["num_attention_heads"]
+    config |= {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": (
+            config["hidden_size"] // heads if config["num_hidden_layers"] == family.gemma else config["head_dim"]
+        ),
+        "sliding_window": own.get("attention.sliding_window", 4096),
+        "attn_logit_softcapping": own.get("attn_logit_softcapping", 50.0 if second else None),
+        "final_logit_softcapping": own.get("final_logit_softcapping", 30.0 if second else None),
+    }
+    if not second:
+        local = {"rope_type": "default", "rope_theta": 10_000.0}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    del config["hidden_act"]
+
+
+def _rope(file: str, own: Mapping[str, Any], head_dim: int, factors: Sequence[float] | None) -> dict[str, Any]:
+    theta, kind = own.get("rope.freq_base", 10_000.0), own.get("rope.scaling.type", "none")
+    if factors is not None:
+        found = {"rope_type": "llama3", "rope_theta": theta, "factor": max(factors), **_LLAMA3}
+        if kind != "none" or not _has_factors(found, head_dim, factors):
+            raise ModelError(f"{file} has factors of RoPE (rope_freqs.weight) that are not those of Llama 3")
+        return found
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": own.get("rope.scaling.factor")}
+    if kind != "none":
+        raise ModelError(f"{file} has RoPE of type {kind}, which is not served from GGUF files")
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _has_factors(rope: Mapping[str, Any], head_dim: int, factors: Sequence[float]) -> bool:
+    """Return whether the parameters ``rope`` lead to these factors."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    expected = []
+    for pair in range(head_dim // 2):
+        turns = rope["original_max_position_embeddings"] / (2 * math.pi * rope["rope_theta"] ** (2 * pair / head_dim))
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        expected.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return len(factors) == len(expected) and all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-4), factors, expected))

@@ -1,0 +1,182 @@
+"""GGUF files of tiny models, written by the package gguf, with weights in the formats that llama.cpp writes."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from pagewise_shared.gguf_model import TRANSFORMERS
+from tokenizers import pre_tokenizers
+
+from tests.model_builders import build_model
+
+Floats = npt.NDArray[np.float32]
+Blocks = npt.NDArray[np.uint8]
+
+SHAPE = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 288, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Settings of a model whose rows are whole blocks in all formats."""
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3")} | {"mistral": "llama"}
+GEMMA = {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "query_pre_attn_scalar": 256}
+"""Settings that transformers reads of every GGUF file of Gemma, whatever it says."""
+_LEAST, _MOST = 2.0**-24, 65504.0
+
+
+def build_gguf(
+    path: Path, family: str = "llama", kind: str | Callable[[str], str] = "Q4_0", fields: Mapping[str, Any] = {},
+    skip: str = "", only: str | tuple[str, ...] = "", big_endian: bool = False, **settings: Any,
+) -> Any:  # fmt: skip
+    """Write a model of random weights to the file ``path``, and return the model before its weights were rounded.
+
+    ``kind``: the format of matrices, or a function from the name of one to it. ``fields``: more fields of the file, or
+    others, by their keys without the architecture; None: the file has none. ``skip``: a tensor that is left out.
+    ``only``: the beginnings of the names of those that are written.
+    """
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS:
+        pytest.skip(f"transformers {transformers.__version__} is too old for GGUF files")
+    model = build_model(family, path.parent / "original", **SHAPE | settings)
+    config, name = model.config, ARCHITECTURES[family]
+    writer = gguf.GGUFWriter(path, name, endianess=gguf.GGUFEndian.BIG if big_endian else gguf.GGUFEndian.LITTLE)
+    head_dim = settings.get("head_dim", SHAPE["head_dim"])
+    given = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.freq_base": float(_rope(config)["rope_theta"]),
+    }
+    if name.startswith("gemma"):
+        given["attention.sliding_window"] = config.sliding_window
+    for key, value in (given | dict(fields)).items():
+        if value is not None:
+            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+            add(key if key.startswith("split.") else f"{name}.{key}", value)
+    _add_tokenizer(writer, config.vocab_size)
+    arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tied = config.tie_word_embeddings
+    for full, weight in model.state_dict().items():
+        own = names.get_name(full, try_suffixes=(".weight", ".bias"))
+        if (tied and full.startswith("lm_head")) or own == skip or not own.startswith(only):
+            continue
+        values = np.ascontiguousarray(_permuted(full, weight.float().numpy(), config, name))
+        if name.startswith("gemma") and full.endswith("norm.weight"):
+            values = values + 1
+        form = "F32" if values.ndim < 2 else kind if isinstance(kind, str) else kind(own)
+        if form == "F32":
+            writer.add_tensor(own, values)
+        else:
+            writer.add_tensor(own, quantise(values, form), raw_dtype=Kind[form])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["t h", "th e", "i n"]
+    tokens = ["<bos>", "<eos>", "<end>", *alphabet, *("".join(merge.split()) for merge in merges)]
+    tokens += [f"[PAD{n}]" for n in range(len(tokens), vocab_size)]
+    kinds = [3, 3, 3, *[1] * (len(alphabet) + len(merges))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds + [5] * (vocab_size - len(kinds)))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_eot_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{% for m in messages %}{{ m.content }}<end>{% endfor %}")
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    return config.rope_parameters.get("full_attention", config.rope_parameters)  # type: ignore[no-any-return]
+
+
+def _permuted(name: str, values: Floats, config: Any, architecture: str) -> Floats:
+    """Return the rows of queries and keys of Llama in the order of llama.cpp's RoPE."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    count = next((count for part, count in heads.items() if f".{part}." in name), 0)
+    if architecture != "llama" or not count:
+        return values
+    halves = values.reshape(count, 2, len(values) // count // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def quantise(values: Floats, kind: str) -> Blocks:
+    """Return rows of values [rows, size] in a format, as blocks uint8 [rows, bytes]."""
+    if kind in _K_FORMATS:
+        blocks = _K_FORMATS[kind](values.reshape(-1, 256))
+        return blocks.reshape(len(values), -1)
+    made: Blocks = gguf.quantize(values, Kind[kind])
+    return made
+
+
+def _half(values: Floats) -> Blocks:
+    """Return float16 [blocks] as bytes [blocks, 2]."""
+    return np.ascontiguousarray(values.astype(np.float16)[:, None]).view(np.uint8)
+
+
+def _by_ranges(values: Floats, most: int) -> tuple[Floats, Blocks, Blocks]:
+    """Return scale and least [2, blocks], their steps [blocks, 2, 8] and codes up to ``most`` [blocks, 8, 32] of groups
+    of 32, where a code is a part of the range from the least value of its group to the largest."""
+    groups = values.reshape(-1, 8, 32)
+    least = np.minimum(groups.min(axis=2), 0)
+    ranges = np.stack(((np.maximum(groups.max(axis=2), 0) - least) / most, -least))
+    scales = (ranges.max(axis=2) / 63).clip(_LEAST, _MOST).astype(np.float16).astype(np.float32)
+    steps = (ranges / scales[:, :, None]).round().clip(0, 63).astype(np.uint8)
+    wide = scales[:, :, None] * steps
+    codes = ((groups + wide[1][:, :, None]) / np.maximum(wide[0], 1e-9)[:, :, None]).round().clip(0, most)
+    return scales, steps.swapaxes(0, 1), codes.astype(np.uint8)
+
+
+def _packed_steps(steps: Blocks) -> Blocks:
+    """Return steps of six bits [blocks, 2, 8] in twelve bytes [blocks, 12]."""
+    low, high = steps[:, :, :4], steps[:, :, 4:]
+    return np.concatenate(
+        [low[:, 0] | high[:, 0] >> 4 << 6, low[:, 1] | high[:, 1] >> 4 << 6, high[:, 0] & 15 | high[:, 1] << 4], axis=1
+    )
+
+
+def _q4_k(values: Floats) -> Blocks:
+    scales, steps, codes = _by_ranges(values, 15)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    return np.concatenate([*map(_half, scales), _packed_steps(steps), packed.reshape(-1, 128)], axis=1)
+
+
+def _q5_k(values: Floats) -> Blocks:
+    scales, steps, codes = _by_ranges(values, 31)
+    packed = codes[:, 0::2] & 15 | codes[:, 1::2] << 4
+    fifths = ((codes >> 4) << np.arange(8, dtype=np.uint8)[:, None]).sum(axis=1, dtype=np.uint8)
+    return np.concatenate([*map(_half, scales), _packed_steps(steps), fifths, packed.reshape(-1, 128)], axis=1)
+
+
+def _q6_k(values: Floats) -> Blocks:
+    groups = values.reshape(-1, 16, 16)
+    ranges = np.abs(groups).max(axis=2) / 31
+    scales = (ranges.max(axis=1) / 127).clip(_LEAST, _MOST).astype(np.float16).astype(np.float32)
+    steps = (ranges / scales[:, None]).round().astype(np.int8)
+    wide = np.maximum(scales[:, None] * steps, 1e-9)[:, :, None]
+    codes = ((groups / wide).round().clip(-32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = codes[:, :, :2] & 15 | codes[:, :, 2:] << 4
+    high = ((codes >> 4) << np.array([0, 2, 4, 6], np.uint8)[:, None]).sum(axis=2, dtype=np.uint8)
+    parts = [low.reshape(-1, 128), high.reshape(-1, 64), steps.view(np.uint8), _half(scales)]
+    return np.concatenate(parts, axis=1)
+
+
+_K_FORMATS: dict[str, Callable[[Floats], Blocks]] = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
