@@ -72,6 +72,34 @@ async def test_budgets_come_with_requests_and_hold_at_every_executor(
         await until(lambda: shown(stack, "min_", "a") == 0)
 
 
+async def test_the_file_that_changed_last_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests of gateways with different files arrive in turns, and do not change the budgets in turns."""
+    before, after = ((MemoryBudget(DEVICE, MemorySize(share=share)),) for share in (0.25, 0.5))
+    async with running(tmp_path, max_model_len=100) as stack, executor(tmp_path, runner=runner_with()):
+        await stack.ready(1)
+
+        def joined() -> set[str]:
+            return {"gateway", "second", "without"}
+
+        def minima(first: tuple[MemoryBudget, ...], second: tuple[MemoryBudget, ...]) -> set[float]:
+            caplog.clear()
+            found = set()
+            for name, own in (("gateway", first), ("second", second), ("without", ())) * 2:
+                stack.router.set_budgets(name, "key:a/salt", own, joined)
+                found.add(shown(stack, "min_", "a") / 1024)
+            return found
+
+        stack.router.set_budgets("gone", "key:a", before, joined)
+        assert minima(before, before) == {16}
+        assert not caplog.text
+        assert minima(after, before) == {32}
+        assert "those of gateway count, which changed last, and not those of second" in caplog.text
+        assert minima(after, before) == {32}
+        assert not caplog.text, "it is said once"
+        assert minima(after, after) == {32}
+        assert minima((), ()) == {0}
+
+
 async def test_models_with_groups_of_layers_have_no_budgets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     groups = (LayerGroup(4, 2), LayerGroup(8, 3, 8))
     async with running(tmp_path) as stack:
@@ -80,7 +108,7 @@ async def test_models_with_groups_of_layers_have_no_budgets(tmp_path: Path, capl
         )
         await stack.ready(1)
         for share in (0.1, 0.2):
-            stack.router.set_budgets("key:a", (MemoryBudget(DEVICE, MemorySize(share=share)),))
+            stack.router.set_budgets("g", "key:a", (MemoryBudget(DEVICE, MemorySize(share=share)),), set)
         assert stack.executors[0].scheduler.kv.pool.budgets is None
         assert caplog.text.count("its layers have several groups") == 1
         raw.close()

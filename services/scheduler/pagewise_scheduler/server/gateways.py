@@ -148,6 +148,10 @@ class Gateways(Sessions[Gateway]):
         self.gone: deque[GoneGateway] = deque(maxlen=_MOST_GONE)
         self.ended = EndedRequests()
 
+    def _joined(self) -> set[str]:
+        """The names of all gateways."""
+        return {session.name for session in self}
+
     def flush(self) -> None:
         """Send every gateway its news: a changed capacity, changed adapters, and its outputs in one frame."""
         changed, self._sent_capacity = self._sent_capacity != self._router.capacity, self._router.capacity
@@ -257,7 +261,7 @@ class Gateways(Sessions[Gateway]):
             adapter = submit.params.adapter
             if adapter is not None and (refusal := self._registry.refusal(adapter)) is not None:
                 raise ImpossibleError(f"an adapter that is not allowed: {refusal}")
-            submission = self._admitted(gateway, submit)
+            submission = self._admitted(session, submit)
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()
             self._complaints.warning("gateway %s asks for %s", session.name, printable(str(error)))
@@ -277,7 +281,7 @@ class Gateways(Sessions[Gateway]):
         if counted is not None and not counted.prompts and counted.usage.name == submit.params.key:
             self._end(gateway, counted)
 
-    def _admitted(self, gateway: Gateway, submit: Submit) -> Submission:
+    def _admitted(self, session: Session[Gateway], submit: Submit) -> Submission:
         """Count a request, and create the core's requests for its prompts.
 
         Raises:
@@ -286,7 +290,7 @@ class Gateways(Sessions[Gateway]):
         """
         # The order matters: nothing is counted before all prompts are known to be valid, and the limits of the key come
         # before the queues. ``cancel`` takes the count back if the queues are full.
-        now, resumed = clock(), submit.resumed
+        now, resumed, gateway = clock(), submit.resumed, session.peer
         usage = self._usages.of(submit.params.key, submit.limits, now)
         stream = submit.stream
         prompts = requests_of(
@@ -297,7 +301,7 @@ class Gateways(Sessions[Gateway]):
             outputs=gateway.outputs,
             on_end=lambda live: self._prompt_ended(gateway, stream, live),
         )
-        self._router.set_budgets(submit.params.cache_salt, submit.memory)
+        self._router.set_budgets(session.name, submit.params.cache_salt, submit.memory, self._joined)
         if submit.params.reuse.cache_key and self._router.capacity.snapshots:
             self._beginnings.declare(prompts)
         submission = Submission(stream, usage, now, prompts)
