@@ -8,7 +8,6 @@ Predictions concern blocks of full layers. Where layers are in several groups, t
 of a session releases its windows and states.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -16,13 +15,14 @@ from typing import TYPE_CHECKING, Literal
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
 from pagewise_scheduler.core.features.pins import Pins
-from pagewise_scheduler.core.features.trust import Trust
+from pagewise_scheduler.core.features.sessions import Session, Sessions
+from pagewise_scheduler.core.features.trust import LATE, LEAST_SECONDS, Claim, Hints
 from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
 from pagewise_scheduler.core.memory.eviction_history import ENDED
 from pagewise_scheduler.core.memory.predicted_uses import (
-    HINTS,
     PEOPLE,
     SECONDS,
+    SHARED,
     TOOLS,
     PredictedUses,
     own_blocks,
@@ -37,16 +37,13 @@ if TYPE_CHECKING:
 
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-_MOST_SESSIONS, _MOST_RETURNS = 1 << 14, 2
+_MOST_RETURNS = 2
 """Returns of a person to a session that are told apart: who has come back before comes back more often."""
-_LATE, _LEAST_SECONDS, _FORK_SECONDS = 4.0, 0.5, 60.0
-"""A hint is kept if the session returns within so many times its seconds. A fork's next use is expected in so many."""
+_FORK_SECONDS = 60.0
+"""The next use of blocks with which a session is to begin is expected in so many seconds."""
 _END_SECONDS = 600.0
 """A session that was said to have ended has, if it does not return for so long."""
 _WATCH_SECONDS = 10.0
-
-_Name = tuple[str, str | None, str]
-"""A session's API key, cache salt and name."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,29 +57,6 @@ class Outcome:
     found: bool = True
 
 
-@dataclass(slots=True, eq=False)
-class Session:
-    """A session. ``last``: the last block of its last turn, which left it at ``left`` (seconds).
-
-    ``prediction``: of its return; 0: none. ``due``: the seconds within which it returns if the hint is kept, or does
-    not if it has ended; negative: no hint, or it was judged already.
-    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``returns``: how often a turn
-    came after one that had not. ``parent``: the number of the session with whose blocks it begins; 0: none.
-    """
-
-    number: int
-    key: str
-    last: CachedBlock | None = None
-    request_id: str = ""
-    left: float = 0.0
-    prediction: int = 0
-    due: float = -1.0
-    counted: int = 0
-    called: bool = False
-    returns: int = 0
-    parent: int = 0
-
-
 class Advice(Feature):
     """All sessions and advice of one executor."""
 
@@ -94,15 +68,12 @@ class Advice(Feature):
         self._predicted = PredictedUses()
         if self._policy is not None:
             self._policy.predicted = self._predicted
-        self._sessions: OrderedDict[_Name, Session] = OrderedDict()
-        self._keys: dict[int, str] = {}
-        self._num_sessions = 0
-        self._trust: dict[tuple[str, bool], Trust] = {}
+        self._sessions = Sessions()
+        self._hints = Hints(self._predicted)
         self._pins = Pins(self._kv)
         self._ahead = LoadsAhead(scheduler, self._policy) if self._policy is not None else None
         self._watched, self._demotes = 0.0, False
         self.outcomes = {"accepted": 0, "clipped": 0, "refused": 0}
-        self.num_kept = self.num_broken = 0
 
     @property
     def _now(self) -> float:
@@ -115,12 +86,14 @@ class Advice(Feature):
     # ---- turns ---------------------------------------------------------------------------------------
 
     def entered(self, request: Request) -> None:
+        if not request.params.reuse.session:
+            return
         session = self._session(request)
         away = max(self._now, request.placed_at) - session.left  # no step was planned for long if nothing ran
         if session.due >= 0:
             self._judge(session, kept=session.prediction != ENDED and away <= session.due)
         if session.prediction > ENDED:
-            self._predicted.returned(session.prediction, away, session.counted)
+            self._predicted.returned(session.prediction, away, session.counted, session.key)
         session.returns += session.last is not None and not session.called
         session.prediction, session.due = 0, -1.0
 
@@ -128,14 +101,17 @@ class Advice(Feature):
         last, request = sequence.table.last_node, sequence.request
         if last is None or sequence.ending is None or self._policy is None:
             return
+        self._sessions.ended(request.params.key, request.request_id, last)
+        if not request.params.reuse.session:
+            return
         reuse, session = request.params.reuse, self._session(request)
         before, session.last = session.last, last
         session.left, session.request_id = self._now, request.request_id
         session.due, session.counted, session.called = -1.0, 0, sequence.ending % NUM_ENDINGS == TOOL_CALL
-        if reuse.ends and self._believes_ends(session.key):
+        if reuse.ends and self._hints.believes_ends(session.key):
             session.prediction, session.due = ENDED, _END_SECONDS
         elif reuse.returns_in >= 0 and not reuse.ends:
-            session.prediction, session.due = self._hinted(session.key, reuse.returns_in)
+            session.prediction, session.due = self._hints.time(session.key, reuse.returns_in)
         else:
             session.prediction = self._waits(session)
         self._predicted.ends(last, session.number, session.prediction, session.parent)
@@ -144,9 +120,25 @@ class Advice(Feature):
             self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
 
     def leave(self, request: Request, last_step: int) -> None:
+        if not request.params.reuse.session:
+            return
         session = self._session(request)
         if session.prediction == ENDED and session.request_id == request.request_id:
+            self._leave_to_children(session)
             self._drop_snapshots(own_blocks(session.last, session.number))
+
+    def _leave_to_children(self, session: Session) -> None:
+        """A session has ended: blocks with which live sessions begin are theirs from now on."""
+        heirs: dict[CachedBlock, Session | None] = {}
+        for child in session.children:
+            if child.prediction != ENDED:
+                for node in own_blocks(child.last, session.number):
+                    heirs[node] = child if node not in heirs else None
+        for child in {*heirs.values()}:
+            begin = [node for node, heir in heirs.items() if heir is child]
+            for node in begin:
+                node.session = child.number if child is not None else SHARED
+            self._predict(begin, child.prediction if child is not None else 0)
 
     def _drop_snapshots(self, nodes: Iterable[CachedBlock]) -> None:
         """No sequence begins behind these nodes any more: release the windows and states there. Blocks of full layers
@@ -160,18 +152,7 @@ class Advice(Feature):
 
     def _session(self, request: Request) -> Session:
         params = request.params
-        name = params.key, params.cache_salt, params.reuse.session
-        session = self._sessions.get(name)
-        if session is None:
-            self._num_sessions += 1
-            session = self._sessions[name] = Session(self._num_sessions, params.key)
-            parent = self._sessions.get((params.key, params.cache_salt, params.reuse.parent))
-            session.parent = parent.number if parent is not None else 0
-            self._keys[session.number] = params.key
-            if len(self._sessions) > _MOST_SESSIONS:
-                del self._keys[self._sessions.popitem(last=False)[1].number]
-        self._sessions.move_to_end(name)
-        return session
+        return self._sessions.of(params.key, params.cache_salt, params.reuse.session, params.reuse.parent)
 
     def _waits(self, session: Session, tools: Sequence[str] = ("",)) -> int:
         """The prediction for a session that waits for tools, the slowest of which decides, or for a person."""
@@ -191,31 +172,10 @@ class Advice(Feature):
             for tier in self._kv.tiers.values():
                 tier.offer(node)
 
-    def _hinted(self, key: str, seconds: float) -> tuple[int, float]:
-        """The prediction from a hint that a session returns after so many seconds, and after how many it is broken."""
-        seconds = max(seconds, _LEAST_SECONDS)
-        return self._predicted.time(self._hints_of(key), seconds), _LATE * seconds
-
-    def _hints_of(self, key: str) -> int:
-        """The source of predictions from hints of an API key."""
-        source = self._predicted.source(HINTS, "", key)
-        self._predicted.charge(source, self._trust_of(key, ends=False).share)
-        return source
-
-    def _believes_ends(self, key: str) -> bool:
-        return self._trust_of(key, ends=True).share == 1
-
-    def _trust_of(self, key: str, *, ends: bool) -> Trust:
-        return self._trust.setdefault((key, ends), Trust())
-
     def _judge(self, session: Session, *, kept: bool) -> None:
-        """A hint on a session was kept or broken. Ends are judged on their own: they need no estimate of a time."""
-        session.due, ends = -1.0, session.prediction == ENDED
-        num_blocks = session.last.depth if session.last is not None else 1
-        self._trust_of(session.key, ends=ends).count(num_blocks, kept=kept)
-        self._hints_of(session.key)
-        self.num_kept += kept
-        self.num_broken += not kept
+        """A hint on a session was kept or broken."""
+        session.due = -1.0
+        self._hints.count(session.key, session.last, ends=session.prediction == ENDED, kept=kept)
 
     # ---- steps ---------------------------------------------------------------------------------------
 
@@ -226,12 +186,17 @@ class Advice(Feature):
             return
         self._watched = now
         self._pins.expire(now)
-        for session in self._sessions.values():
+        for claim in self._hints.over(now):  # blocks of a session have the session's prediction again
+            session = self._sessions.numbered(claim.last.session)
+            if session is not None and session.prediction != ENDED:
+                own = own_blocks(claim.last, session.number)
+                self._predict([node for node in own if node.prediction == claim.prediction], session.prediction)
+        for session in self._sessions:
             age = now - session.left
             if 0 <= session.due < age:
                 self._judge(session, kept=session.prediction == ENDED)
             if session.prediction > ENDED:
-                session.counted = self._predicted.reach(session.prediction, age, session.counted)
+                session.counted = self._predicted.reach(session.prediction, age, session.counted, session.key)
                 if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
 
@@ -257,12 +222,12 @@ class Advice(Feature):
         if self._ahead is not None:
             self._ahead.clear()
         self._sessions.clear()
-        self._keys.clear()
+        self._hints.clear()
 
     def counts(self) -> dict[str, int]:
         counts = {f"advice_{outcome}": count for outcome, count in self.outcomes.items()}
         counts["advice_loaded_blocks"] = self._ahead.num_loaded if self._ahead is not None else 0
-        return counts | {"hints_kept": self.num_kept, "hints_broken": self.num_broken}
+        return counts | {"hints_kept": self._hints.num_kept, "hints_broken": self._hints.num_broken}
 
     # ---- advice --------------------------------------------------------------------------------------
 
@@ -279,23 +244,30 @@ class Advice(Feature):
     def _subject(self, advice: "Advise") -> tuple[Session | None, list[CachedBlock]]:
         """The session that advice is on, if it is on one, and the cached blocks, the last one first."""
         name = advice.parent if advice.kind == "fork" and advice.parent else advice.session
+        session, last = None, None
         if name:
-            session = self._sessions.get((advice.key, advice.cache_salt, name))
+            session = self._sessions.find(advice.key, advice.cache_salt, name)
+            last = session.last if session is not None else None
         elif advice.request_id:
-            newest = reversed(self._sessions.values())
-            session = next(
-                (one for one in newest if (one.key, one.request_id) == (advice.key, advice.request_id)), None
-            )
+            last = self._sessions.last_of(advice.key, advice.request_id)
+            owner = self._sessions.numbered(last.session) if last is not None else None
+            session = owner if owner is not None and owner.request_id == advice.request_id else None
         else:
             tree, keys = self._kv.pool.tree, block_keys(advice.tokens, self._kv.block_size)
             return None, tree.walk(tree.root_of(advice.cache_salt), keys)[::-1]
-        last = session.last if session is not None else None
         return session, [node for node in ancestors(last) if node.num_tiers]
+
+    def _own(self, session: Session | None, path: Iterable[CachedBlock], key: str) -> list[CachedBlock]:
+        """The blocks of a path that advice of an API key may change: those of a session alone, if it is on one."""
+        if session is not None:
+            return [node for node in path if node.session == session.number]
+        return [node for node in path if self._is_own(node, key)]
 
     def _is_own(self, node: CachedBlock, key: str) -> bool:
         """Whether the requests of one API key, and of one session at most, have used a block."""
         if node.session > 0:
-            return self._keys.get(node.session) == key
+            owner = self._sessions.numbered(node.session)
+            return owner is not None and owner.key == key
         used_once = node.kind // CLASSES_PER_USE <= 1 and node.session == 0
         return used_once and node.cached_by is not None and node.cached_by.key == key
 
@@ -309,7 +281,7 @@ class Advice(Feature):
             held, until, reason = self._pins.hold(advice.key, path[::-1], seconds, self._now)
             kind: Literal["accepted", "clipped", "refused"] = "clipped" if reason else "accepted"
             return Outcome(kind if held else "refused", reason, held, until if held else 0.0)
-        own = [node for node in path if self._is_own(node, advice.key)]
+        own = self._own(session, path, advice.key)
         if not own:
             return Outcome("refused", "other sessions use it too")
         if self._ahead is not None and advice.kind != "willneed":
@@ -326,37 +298,77 @@ class Advice(Feature):
         self, advice: "Advise", session: Session | None, path: list[CachedBlock], own: list[CachedBlock]
     ) -> Outcome:
         """Follow advice on when the blocks ``own`` of a path are used again, or not."""
-        due = -1.0
         if advice.kind == "end":
-            if not self._believes_ends(advice.key):
-                return Outcome("refused", "most sessions of this API key have returned after their ends")
-            prediction, due = ENDED, _END_SECONDS
-            self._pins.release(advice.key, own)
-            self._drop_snapshots(own)
-        elif advice.kind == "called":
-            if session is None or session.prediction == ENDED or session.due >= 0:
-                return Outcome("accepted")
-            session.called = True
-            prediction, seconds = self._waits(session, advice.tools), -1.0
-            own = list(own_blocks(session.last, session.number))
+            return self._end(session, own, advice.key)
+        if advice.kind == "called":
+            if session is not None and session.prediction != ENDED and session.due < 0:
+                session.called = True
+                session.prediction, session.left, session.counted = self._waits(session, advice.tools), self._now, 0
+                self._predict(own, session.prediction)
+            return Outcome("accepted")
+        seconds = advice.seconds if advice.seconds >= 0 else _FORK_SECONDS
+        prediction, due = self._hints.time(advice.key, seconds)
+        if advice.kind == "fork":
+            self._fork(advice, session, own, prediction, due)
+        elif session is None:
+            self._claim(advice.key, own, prediction, due)
         else:
-            seconds = advice.seconds if advice.seconds >= 0 else _FORK_SECONDS
-            prediction, due = self._hinted(advice.key, seconds)
-        self._predict(own, prediction)
+            self._predict(own, prediction)
+            if session.due >= 0 and session.prediction != ENDED:  # another hint does not put off the judgement
+                if (left := session.left + session.due - self._now) < 0:
+                    self._judge(session, kept=False)
+                else:
+                    due = min(due, left)
+            session.prediction, session.due, session.left, session.counted = prediction, due, self._now, 0
         if self._ahead is not None and advice.kind == "willneed":
-            self._ahead.want(path[0], self._now + due)
+            self._ahead.want(path[0], self._now + LATE * max(seconds, LEAST_SECONDS))
+        return Outcome("accepted", blocks=len(own), seconds=seconds)
+
+    def _end(self, session: Session | None, own: list[CachedBlock], key: str) -> Outcome:
+        """Blocks are not used again by the session that has used them."""
+        if not self._hints.believes_ends(key):
+            return Outcome("refused", "most sessions of this API key have returned after their ends")
+        self._pins.release(key, own)
         if session is not None:
-            session.prediction, session.due, session.left = prediction, due, self._now
-            session.counted = 0
-        return Outcome("accepted", blocks=len(own), seconds=0.0 if prediction == ENDED else max(seconds, 0.0))
+            session.prediction, session.due, session.left = ENDED, _END_SECONDS, self._now
+            self._leave_to_children(session)
+            own = self._own(session, own, key)
+        self._drop_snapshots(own)
+        self._predict(own, ENDED)
+        return Outcome("accepted", blocks=len(own))
+
+    def _fork(
+        self, advice: "Advise", parent: Session | None, own: list[CachedBlock], prediction: int, due: float
+    ) -> None:
+        """A session begins with the blocks ``own`` of another one, whose blocks they stay. Until it does, this advice
+        predicts their use, unless they are worth more by the parent's return."""
+        if parent is not None and advice.session:
+            child = self._sessions.of(advice.key, advice.cache_salt, advice.session)
+            parent.adopt(child)
+        value = self._predicted.value
+        lesser = [
+            one
+            for one in own
+            if not one.prediction or value(one.prediction, one.last_used) < value(prediction, self._tick)
+        ]
+        self._claim(advice.key, lesser, prediction, due)
+
+    def _claim(self, key: str, own: list[CachedBlock], prediction: int, due: float) -> None:
+        """Predict a use of blocks that is not the return of a session, and judge the advice later."""
+        if own:
+            self._predict(own, prediction)
+            self._hints.claim(key, Claim(own[0], prediction, self._now + due))
 
     def _behind(self, first: CachedBlock) -> list[CachedBlock]:
-        """A session's first own block and all blocks behind it, the last ones first. No other session has used these
-        blocks: the session's turns had them, and some turns have left them."""
-        nodes = [first]
+        """A session's first own block and all blocks behind it, the last ones first: the session's turns had them, and
+        some turns have left them. Blocks behind which other sessions have some are not among them."""
+        nodes, kept = [first], set[CachedBlock]()
         for node in nodes:  # grows while it is walked: parents come before their children
             nodes += node.children.values()
-        return [node for node in reversed(nodes) if node.num_tiers]
+        for node in reversed(nodes):
+            if node.session != first.session or not kept.isdisjoint(node.children.values()):
+                kept.add(node)
+        return [node for node in reversed(nodes) if node.num_tiers and node not in kept]
 
     def _release(self, own: list[CachedBlock], *, forget: bool) -> Outcome:
         """Demote blocks, or forget them in all tiers with ids, as far as nothing uses them."""
