@@ -10,8 +10,8 @@ latest, with the times of all future uses.
 
 In the other modes half of the API keys, of which each has every second session, say less or lie. *Silent*: they give no
 hints. *Liars*: they say after each turn that the next one comes in a second; *endless*: they say so where a session has
-ended, and else the truth; *early*: they do, and else say a quarter of the true seconds. *Names*: nobody gives hints, and
-they call tools by the names of others, and people too.
+ended, and else the truth; *early*: they do, and else say a quarter of the true seconds. *Names*: nobody gives hints,
+and they call tools by the names of others, and people too.
 """
 
 import argparse
