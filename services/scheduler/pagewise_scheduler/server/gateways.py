@@ -148,10 +148,6 @@ class Gateways(Sessions[Gateway]):
         self.gone: deque[GoneGateway] = deque(maxlen=_MOST_GONE)
         self.ended = EndedRequests()
 
-    def _joined(self) -> set[str]:
-        """The names of all gateways."""
-        return {session.name for session in self}
-
     def flush(self) -> None:
         """Send every gateway its news: a changed capacity, changed adapters, and its outputs in one frame."""
         changed, self._sent_capacity = self._sent_capacity != self._router.capacity, self._router.capacity
@@ -301,7 +297,7 @@ class Gateways(Sessions[Gateway]):
             outputs=gateway.outputs,
             on_end=lambda live: self._prompt_ended(gateway, stream, live),
         )
-        self._router.set_budgets(session.name, submit.params.cache_salt, submit.memory, self._joined)
+        self._router.set_budgets(session.name, submit.params.cache_salt, submit.memory, self.joined)
         if submit.params.reuse.cache_key and self._router.capacity.snapshots:
             self._beginnings.declare(prompts)
         submission = Submission(stream, usage, now, prompts)
