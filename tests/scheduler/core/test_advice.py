@@ -116,6 +116,22 @@ def test_a_key_that_lies_loses_its_trust_alone() -> None:
     assert shares["liar"] == shares["early"] == 8 / 9
 
 
+def test_what_broken_hints_have_claimed_is_charged_to_their_key_alone() -> None:
+    clients = Clients()
+    for number in range(24):
+        clients.now = 100.0 * number
+        for key, seconds in (("liar", 1.0), ("honest", 100.0), ("new", -1.0)):
+            clients.turn(prompt(ord(key[0])), key, key, returns_in=seconds)
+    clients.turn(prompt(2), "b", "liar", returns_in=100.0)
+    clients.turn(prompt(1), "a", "honest", returns_in=100.0)
+    clients.turn(prompt(3), "c", "new", returns_in=100.0)
+    policy = clients.scheduler.kv.pool.policy
+    honest, liar, new = (policy.value(clients.path(prompt(number))[0]) for number in (1, 2, 3))
+    assert liar < min(honest, new) / 2
+    evict(clients.scheduler, clients.scheduler.kv.num_free + 4)
+    assert len(clients.path(prompt(2))) == 0
+
+
 def test_ends_are_kept_if_the_session_stays_away() -> None:
     clients = Clients()
     for number in range(9):
