@@ -134,11 +134,11 @@ class Advice(Feature):
             if child.prediction != ENDED:
                 for node in own_blocks(child.last, session.number):
                     heirs[node] = child if node not in heirs else None
-        for child in {*heirs.values()}:
-            begin = [node for node, heir in heirs.items() if heir is child]
+        for heir in dict.fromkeys(heirs.values()):
+            begin = [node for node, one in heirs.items() if one is heir]
             for node in begin:
-                node.session = child.number if child is not None else SHARED
-            self._predict(begin, child.prediction if child is not None else 0)
+                node.session = heir.number if heir is not None else SHARED
+            self._predict(begin, heir.prediction if heir is not None else 0)
 
     def _drop_snapshots(self, nodes: Iterable[CachedBlock]) -> None:
         """No sequence begins behind these nodes any more: release the windows and states there. Blocks of full layers
