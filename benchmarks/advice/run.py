@@ -5,9 +5,13 @@ process and keep their think times, under the virtual clock of ``pagewise replay
 
 *Today*: no sessions. *Sessions* names them and their parents, and says which tools were called, as gateways do; nothing
 is said of next turns, so all of it is learned. *Ends* also says that a session has ended, and *hints* after each other
-turn in how many seconds the next one comes. *Liars*: half of the API keys, of which each has every second session, say
-after each turn that the next one comes in a second; *endless*: they say so where a session has ended, and else the
-truth. *Oracle*: Belady's rule, which evicts the block whose next use is the latest, with the times of all future uses.
+turn in how many seconds the next one comes. *Oracle*: Belady's rule, which evicts the block whose next use is the
+latest, with the times of all future uses.
+
+In the other modes half of the API keys, of which each has every second session, say less or lie. *Silent*: they give no
+hints. *Liars*: they say after each turn that the next one comes in a second; *endless*: they say so where a session has
+ended, and else the truth; *early*: they do, and else say a quarter of the true seconds. *Names*: nobody gives hints,
+and they call tools by the names of others, and people too.
 """
 
 import argparse
@@ -20,7 +24,7 @@ from dataclasses import replace as changed
 from itertools import product, repeat
 from pathlib import Path
 from statistics import quantiles
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 from pagewise_scheduler.core.memory.eviction import Evictable, LeastRecentlyUsed
@@ -36,8 +40,8 @@ from benchmarks.advice.subagents import Turns, sub_agents
 from benchmarks.record import record_file, write_record
 
 TRACE = Path(__file__).parents[1] / "traces" / "cc_agentic_max64k_min10req.rle.jsonl.gz"
-Mode = Literal["lru", "today", "sessions", "ends", "hints", "liars", "endless", "oracle"]
-MODES: tuple[Mode, ...] = ("lru", "today", "sessions", "ends", "hints", "liars", "endless", "oracle")
+Mode = Literal["lru", "today", "sessions", "ends", "hints", "liars", "endless", "early", "silent", "names", "oracle"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 NUM_KEYS = 8
 _LONGEST_THINKING = 3600.0
 _LATEST = 1e12
@@ -146,25 +150,35 @@ class Speaker:
         parent = self._load.parents.get(session)
         said = replace(said, session=str(session), parent="" if parent is None else str(parent))
         seconds, lies = self.next_turns.get(index), session_key(self._load, session) % 2
-        if (mode == "liars" or (mode == "endless" and seconds is None)) and lies:
+        if mode in ("sessions", "names") or (mode == "silent" and lies):
+            return said
+        if mode == "early" and lies and seconds is not None:
+            return replace(said, returns_in=seconds / 4)
+        if (mode == "liars" or (mode in ("endless", "early") and seconds is None)) and lies:
             return replace(said, returns_in=1.0)
-        if seconds is None and mode != "sessions":
+        if seconds is None:
             return replace(said, ends=True)
-        return replace(said, returns_in=seconds) if mode in ("hints", "liars", "endless") else said
+        return said if mode == "ends" else replace(said, returns_in=seconds)
+
+    def _tools(self, index: int) -> tuple[str, ...]:
+        """The tools that an answer has called, by the names that the key gives them."""
+        tools, session = self._load.tools[index], self._load.sessions[index]
+        if self._mode == "names" and session_key(self._load, session) % 2:
+            return ("run_tests",) if any(tool in ("read_file", "edit_file") for tool in tools) else ("read_file",)
+        return tools
 
     def tell_calls(self, scheduler: Scheduler, simulation: Simulation) -> None:
         """Tell the scheduler after each answer which tools it has called, as gateways do."""
-        update, load = scheduler.update, self._load
+        update = scheduler.update
 
         def updated(result: StepResult, tokens: Sequence[int] | None = None) -> StepOutput:
             output = update(result, tokens)
             for sequence in output.finished:
                 index = int(sequence.request.request_id)
-                if any(load.tools[index]):
+                tools = self._tools(index)
+                if any(tools):
                     params = sequence.request.params
-                    called = Advise(
-                        0, 0, "called", key=params.key, session=params.reuse.session, tools=load.tools[index]
-                    )
+                    called = Advise(0, 0, "called", key=params.key, session=params.reuse.session, tools=tools)
                     scheduler.features.advice.advise(called, simulation.now)
             return output
 

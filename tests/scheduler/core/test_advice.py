@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.features.advice import Advice, Outcome
+from pagewise_scheduler.core.features.trust import Trust
 from pagewise_scheduler.core.memory.eviction_history import ENDED, key_of
-from pagewise_scheduler.core.memory.predicted_uses import DOUBTED, HINTED, SHARED
+from pagewise_scheduler.core.memory.predicted_uses import (
+    _MOST_ALONE,
+    _MOST_OF_KEY,
+    SHARED,
+    TOOLS,
+    PredictedUses,
+)
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys, name_of
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
@@ -98,10 +105,93 @@ def test_a_key_that_lies_loses_its_trust_alone() -> None:
         clients.now = 100.0 * number
         clients.turn(prompt(1), "a", "liar", ends=True)
         clients.turn(prompt(2), "b", "honest", returns_in=100.0)
+        clients.turn(prompt(3), "c", "early", returns_in=1.0)
     counts = clients.advice.counts()
-    assert (counts["hints_broken"], counts["hints_kept"]) == (5, 5)
-    sources = {key: clients.advice._trust_of(key).source for key in ("liar", "honest")}
-    assert sources == {"liar": DOUBTED, "honest": HINTED}
+    assert (counts["hints_broken"], counts["hints_kept"]) == (10, 5)
+    assert clients.path(prompt(1))[0].prediction > ENDED, "the session of a key whose ends are mostly broken waits"
+    assert clients.advise("end", "a", "liar").outcome == "refused"
+    assert clients.advise("end", "b", "honest").outcome == "accepted"
+    hints = clients.advice._hints
+    shares = {key: (hints._ends if key == "liar" else hints._trust)[key].share for key in ("liar", "honest", "early")}
+    assert shares["honest"] == 1
+    assert shares["liar"] == shares["early"] == 8 / 9
+
+
+def test_what_broken_hints_have_claimed_is_charged_to_their_key_alone() -> None:
+    clients = Clients()
+    for number in range(24):
+        clients.now = 100.0 * number
+        for key, seconds in (("liar", 1.0), ("honest", 100.0), ("new", -1.0)):
+            clients.turn(prompt(ord(key[0])), key, key, returns_in=seconds)
+    clients.turn(prompt(2), "b", "liar", returns_in=100.0)
+    clients.turn(prompt(1), "a", "honest", returns_in=100.0)
+    clients.turn(prompt(3), "c", "new", returns_in=100.0)
+    policy = clients.scheduler.kv.pool.policy
+    honest, liar, new = (policy.value(clients.path(prompt(number))[0]) for number in (1, 2, 3))
+    assert liar < min(honest, new) / 2
+
+
+def test_ends_are_kept_if_the_session_stays_away() -> None:
+    clients = Clients()
+    for number in range(9):
+        clients.turn(prompt(number), f"s{number}", ends=True)
+    for now in (599.0, 1200.0):
+        clients.now = now
+        clients.turn(prompt(10), "other")
+        assert clients.advice.counts()["hints_kept"] == (9 if now > 600 else 0)
+    clients.turn(prompt(1), "s1")
+    assert clients.advice.counts()["hints_broken"] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 1000), st.booleans()), max_size=80))
+def test_broken_hints_are_charged_by_their_blocks(hints: list[tuple[int, bool]]) -> None:
+    trust, truth = Trust(), Trust()
+    for blocks, kept in hints:
+        trust.count(blocks, kept=kept)
+        truth.count(blocks, kept=True)
+    assert truth.share == 1
+    assert 0 < trust.share <= 1
+    if len(hints) < 64 and sum(blocks for blocks, kept in hints if kept) * 2 >= sum(blocks for blocks, _ in hints):
+        assert trust.share == 1
+    before = trust.share
+    trust.count(10_000, kept=False)
+    assert trust.share <= before
+
+
+_OBSERVED = st.lists(
+    st.tuples(st.integers(0, 80), st.floats(0.1, 1e5), st.booleans(), st.sampled_from(["liar", "honest", "other"])),
+    max_size=40,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(_OBSERVED, st.integers(1, 40))
+def test_what_a_key_does_is_bounded_for_others(seen: list[tuple[int, float, bool, str]], times: int) -> None:
+    """Its hints change nothing. A table of waits hears of it as much as of all others, and a little more."""
+    uses, alone = PredictedUses(), PredictedUses()
+    for what, seconds, returned, key in [("honest", 3.0, True, "honest"), *seen] * times:
+        for each in (uses, alone) if key == "honest" else (uses,):
+            for source in (each.hints_of(key), each.source(TOOLS, f"tool {what}", key)):
+                count = each.returned if returned else each.reach
+                count(each.time(source, 32.0), seconds, 0, key)
+    rates = [each._tables[each.hints_of("honest")].rates for each in (uses, alone)]
+    assert rates[0] == rates[1]
+    assert sum(by == "liar" for _, by in uses._sources.values()) <= _MOST_OF_KEY
+    for table in uses._tables.values():
+        if len(told := table._told) > 1:
+            heard_alone = 40 * times  # at most, before another key was seen
+            assert 2 * told["liar"] <= told.total() + _MOST_ALONE + heard_alone
+
+
+def test_a_key_that_many_use_with_learns_from_all_and_one_cannot_outvote_them() -> None:
+    uses = PredictedUses()
+    source = uses.source(TOOLS, "read_file", "honest")
+    for number in range(2000):
+        uses.returned(uses.time(source, 32.0), 2.0, 0, f"honest {number % 4}" if number % 20 == 0 else "liar")
+        uses.reach(uses.time(source, 32.0), 1e4, 0, "liar")
+    told = uses._tables[source]._told
+    assert told["liar"] <= 100 + _MOST_ALONE + 1
 
 
 def test_dontneed_deletes_the_blocks_of_the_session_in_storage() -> None:
@@ -306,6 +396,89 @@ def test_a_sub_agent_leaves_the_blocks_of_its_parent_to_it() -> None:
     clients.turn(prompt(1) + prompt(2), "child", parent="parent", ends=True)
     assert [(node.session, node.prediction) for node in clients.path(prompt(1))] == before
     assert all(node.prediction == ENDED for node in clients.path(prompt(1) + prompt(2))[4:])
+
+
+def test_a_parent_that_ends_leaves_its_blocks_to_live_sub_agents() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "parent")
+    clients.turn(prompt(1) + prompt(2), "first", parent="parent", returns_in=9.0)
+    clients.turn(prompt(1)[:8] + prompt(3), "second", parent="parent")
+    clients.turn(prompt(1)[:4] + prompt(4), "ended", parent="parent", ends=True)
+    clients.turn([*prompt(1), *prompt(5)], "parent", ends=True)
+    first, second = clients.path(prompt(1) + prompt(2)), clients.path(prompt(1)[:8] + prompt(3))
+    assert [node.session for node in first[:2]] == [SHARED] * 2
+    assert {(node.session, node.prediction) for node in first[2:]} == {(first[-1].session, first[-1].prediction)}
+    assert second[-1].session not in (SHARED, first[-1].session)
+    assert all(node.prediction == ENDED for node in clients.path(prompt(1) + prompt(5))[4:])
+    assert clients.advise("end", "first").blocks == 6
+    assert second[-1].prediction > ENDED
+
+
+@pytest.mark.parametrize("kind", ["end", "dontneed", "cold"])
+def test_advice_on_a_sub_agent_leaves_its_parent_alone(kind: str) -> None:
+    clients = Clients(num_host_blocks=16)
+    clients.turn(prompt(1), "parent", returns_in=9.0)
+    clients.turn(prompt(1) + prompt(2), "child", parent="parent")
+    before = [(node.block, node.session, node.prediction) for node in clients.path(prompt(1))]
+    assert clients.advise(kind, "child").blocks == 4
+    assert [(node.block, node.session, node.prediction) for node in clients.path(prompt(1))] == before
+    if kind == "dontneed":
+        clients.turn(prompt(1) + prompt(2), "child", parent="parent")
+        assert clients.advise(kind, "parent").outcome == "refused", "a live session begins with its blocks"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_fork_keeps_the_parents_blocks_until_it_begins(comes: bool) -> None:
+    """They are worth at least what the parent's return makes them worth, the whole time."""
+    clients = Clients()
+    clients.turn(prompt(1), "parent", returns_in=1e5)
+    clients.turn(prompt(9), ends=True)
+    policy, path = clients.scheduler.kv.pool.policy, clients.path(prompt(1))
+    alone, before = [policy.value(node) for node in path], [node.prediction for node in path]
+    assert clients.advise("fork", "child", parent="parent", seconds=10.0).blocks == 4
+    assert all(policy.value(node) > value for node, value in zip(path, alone, strict=True))
+    if comes:
+        clients.turn(prompt(1) + prompt(2), "child")
+    for clients.now in (30.0, 60.0):
+        clients.turn(prompt(9), "other")
+    assert [node.prediction for node in path] == before
+    assert {node.session for node in path} == {1}, "they are the parent's still"
+    counts = clients.advice.counts()
+    assert (counts["hints_kept"], counts["hints_broken"]) == (comes, not comes)
+    assert clients.advise("fork", "late", parent="parent", seconds=1e5).outcome == "accepted"
+    assert [node.prediction for node in path] == before, "the parent's return makes them worth more"
+
+
+def test_hints_again_and_again_do_not_put_off_the_judgement() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "a")
+    clients.turn(prompt(2))
+    tokens = b"".join(token.to_bytes(4, "little") for token in prompt(2))
+    for clients.now in map(float, range(3, 90, 3)):
+        clients.advise("willneed", "a", seconds=1.0)
+        clients.advise("willneed", tokens=tokens, seconds=1.0)
+        clients.turn(prompt(3), "other", "other key")
+    assert clients.advice.counts()["hints_broken"] >= 20
+    assert clients.advice._hints._trust[""].share < 0.5
+    clients.advise("willneed", tokens=tokens, seconds=1.0)
+    for clients.now in (91.0, 120.0):
+        clients.turn(prompt(2))
+    assert clients.advice.counts()["hints_kept"] == 1
+
+
+def test_advice_by_the_id_of_a_request_reaches_its_own_blocks() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "a")
+    ids = {}
+    for number, session in ((2, ""), (3, ""), (4, "a"), (5, "a")):
+        clients.turn(prompt(number), session, ends=session == "a")
+        ids[number] = list(clients.advice._sessions._ended)[-1][1]
+    for number in (2, 3):
+        assert clients.advise("dontneed", key="other", request_id=ids[number]).outcome == "refused"
+        assert clients.advise("dontneed", request_id=ids[number]).blocks == 4
+        assert not clients.path(prompt(number))
+    assert clients.advise("dontneed", request_id=ids[4]).blocks == 4, "an earlier turn of a session"
+    assert [len(clients.path(prompt(number))) for number in (4, 5)] == [0, 4]
 
 
 _KINDS = st.sampled_from(["willneed", "cold", "dontneed", "pin", "unpin", "fork", "end", "called"])

@@ -90,7 +90,7 @@ async def test_executors_get_the_budgets_of_their_disks(tmp_path: Path) -> None:
     async with running(tmp_path) as stack:
         raw, welcome = await joined(tmp_path, tiers=(TierInfo(HOST, 8), TierInfo(DISK, 0, identity="d")))
         await stack.ready(1)
-        stack.router.set_budgets("key:a/x", (high, MemoryBudget(REDIS, low=MemorySize(1))))
+        stack.router.set_budgets("gateway", "key:a/x", (high, MemoryBudget(REDIS, low=MemorySize(1))), set)
 
         async def sent() -> SetStoredBudgets:
             while not isinstance(message := await raw.receive(), SetStoredBudgets):
@@ -100,9 +100,37 @@ async def test_executors_get_the_budgets_of_their_disks(tmp_path: Path) -> None:
         budget = StoredBudget(salt_tag("key:a"), high)
         assert await sent() == SetStoredBudgets(welcome.epoch, DISK, (budget,))
         assert stack.executors[0].scheduler.kv.pool.budgets is None, "the device has none"
-        stack.router.set_budgets("key:a", ())
+        stack.router.set_budgets("gateway", "key:a", (), set)
         assert await sent() == SetStoredBudgets(welcome.epoch, DISK)
         raw.close()
+
+
+async def test_the_file_that_changed_last_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests of gateways with different files arrive in turns, and do not change the budgets in turns."""
+    before, after = ((MemoryBudget(DEVICE, MemorySize(share=share)),) for share in (0.25, 0.5))
+    async with running(tmp_path, max_model_len=100) as stack, executor(tmp_path, runner=runner_with()):
+        await stack.ready(1)
+
+        def joined() -> set[str]:
+            return {"gateway", "second", "without"}
+
+        def minima(first: tuple[MemoryBudget, ...], second: tuple[MemoryBudget, ...]) -> set[float]:
+            caplog.clear()
+            found = set()
+            for name, own in (("gateway", first), ("second", second), ("without", ())) * 2:
+                stack.router.set_budgets(name, "key:a/salt", own, joined)
+                found.add(shown(stack, "min_", "a") / 1024)
+            return found
+
+        stack.router.set_budgets("gone", "key:a", before, joined)
+        assert minima(before, before) == {16}
+        assert not caplog.text
+        assert minima(after, before) == {32}
+        assert "those of gateway count, which changed last, and not those of second" in caplog.text
+        assert minima(after, before) == {32}
+        assert not caplog.text, "it is said once"
+        assert minima(after, after) == {32}
+        assert minima((), ()) == {0}
 
 
 async def test_models_with_groups_of_layers_have_no_budgets(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -113,7 +141,7 @@ async def test_models_with_groups_of_layers_have_no_budgets(tmp_path: Path, capl
         )
         await stack.ready(1)
         for share in (0.1, 0.2):
-            stack.router.set_budgets("key:a", (MemoryBudget(DEVICE, MemorySize(share=share)),))
+            stack.router.set_budgets("g", "key:a", (MemoryBudget(DEVICE, MemorySize(share=share)),), set)
         assert stack.executors[0].scheduler.kv.pool.budgets is None
         assert caplog.text.count("its layers have several groups") == 1
         raw.close()

@@ -15,7 +15,7 @@ _RequestName = Annotated[str, Meta(min_length=1, max_length=256)]
 class AdviceRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/cache/advice``, about a session, a request, a response or a prompt: exactly one of these.
 
-    ``request_id``: our id of the last turn of a session. ``messages``, with ``tools``: the prompt of a chat.
+    ``request_id``: our id of an earlier request. ``messages``, with ``tools``: the prompt of a chat.
     ``cache_salt``, and ``model`` with a prompt: of the requests that it is about.
     """
 

@@ -259,7 +259,7 @@ class Gateways(Sessions[Gateway]):
             adapter = submit.params.adapter
             if adapter is not None and (refusal := self._registry.refusal(adapter)) is not None:
                 raise ImpossibleError(f"an adapter that is not allowed: {refusal}")
-            submission = self._admitted(gateway, submit)
+            submission = self._admitted(session, submit)
         except ImpossibleError as error:
             self.metrics.frames_dropped("impossible").inc()
             self._complaints.warning("gateway %s asks for %s", session.name, printable(str(error)))
@@ -279,7 +279,7 @@ class Gateways(Sessions[Gateway]):
         if counted is not None and not counted.prompts and counted.usage.name == submit.params.key:
             self._end(gateway, counted)
 
-    def _admitted(self, gateway: Gateway, submit: Submit) -> Submission:
+    def _admitted(self, session: Session[Gateway], submit: Submit) -> Submission:
         """Count a request, and create the core's requests for its prompts.
 
         Raises:
@@ -288,7 +288,7 @@ class Gateways(Sessions[Gateway]):
         """
         # The order matters: nothing is counted before all prompts are known to be valid, and the limits of the key come
         # before the queues. ``cancel`` takes the count back if the queues are full.
-        now, resumed = clock(), submit.resumed
+        now, resumed, gateway = clock(), submit.resumed, session.peer
         usage = self._usages.of(submit.params.key, submit.limits, now)
         stream = submit.stream
         prompts = requests_of(
@@ -299,7 +299,7 @@ class Gateways(Sessions[Gateway]):
             outputs=gateway.outputs,
             on_end=lambda live: self._prompt_ended(gateway, stream, live),
         )
-        self._router.set_budgets(submit.params.cache_salt, submit.memory)
+        self._router.set_budgets(session.name, submit.params.cache_salt, submit.memory, self.joined)
         if submit.params.reuse.cache_key and self._router.capacity.snapshots:
             self._beginnings.declare(prompts)
         submission = Submission(stream, usage, now, prompts)

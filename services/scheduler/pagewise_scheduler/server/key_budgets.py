@@ -2,10 +2,11 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from weakref import WeakKeyDictionary
 
 from pagewise_shared.block_hash import client_salt, salt_tag
+from pagewise_shared.logs import printable
 from pagewise_shared.protocol import HASH_TIERS, MemoryBudget, MemorySize, StoredBudget, tier_name
 
 from pagewise_scheduler.core.memory.budgets import Budget
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 _MOST_OWNERS = 10_000
 """Maximum number of owners with budgets. Budgets of further owners are ignored."""
+_MOST_REPORTS = 256
+"""Gateways whose last budgets of an owner are remembered."""
 
 
 def owner_of(cache_salt: str | None) -> str:
@@ -29,26 +32,51 @@ class KeyBudgets:
     """Sets the newest budgets of all owners at all executors. An executor adopts them as soon as it has no promised
     blocks to take back.
 
-    ``executors``: returns the executors that take requests.
+    Gateways that report different budgets of an owner have different files. The file that changed last counts, not the
+    last request, and a warning names the gateways. A gateway that has never reported budgets of the owner changes none.
+
+    ``executors``: returns the executors that take requests. ``gateways``: returns the names of the gateways that have
+    joined.
     """
 
-    def __init__(self, executors: Callable[[], list[ExecutorHandle]]) -> None:
-        self._executors = executors
+    def __init__(self, executors: Callable[[], list[ExecutorHandle]], gateways: Callable[[], Collection[str]]) -> None:
+        self._executors, self._gateways = executors, gateways
         self._budgets: dict[str, tuple[MemoryBudget, ...]] = {}
+        self._reported: dict[str, dict[str, tuple[MemoryBudget, ...]]] = {}  # by owner and gateway, the last one last
         self._version = 0
         self._memories: WeakKeyDictionary[ExecutorHandle, MemoryBudgets] = WeakKeyDictionary()
         self._versions: WeakKeyDictionary[ExecutorHandle, int] = WeakKeyDictionary()
         self._stored_versions: WeakKeyDictionary[ExecutorHandle, int] = WeakKeyDictionary()
 
-    def set(self, cache_salt: str | None, budgets: tuple[MemoryBudget, ...]) -> None:
-        """Give the owner of a cache salt these budgets."""
+    def set(self, gateway: str, cache_salt: str | None, budgets: tuple[MemoryBudget, ...]) -> None:
+        """Give the owner of a cache salt these budgets, if the gateway of this name did not report them before."""
         owner = owner_of(cache_salt)
-        if not owner or budgets == self._budgets.get(owner, ()):
+        reported = self._reported.get(owner, {})
+        if not owner or budgets == reported.get(gateway, ()):
             return
-        if owner in self._budgets or len(self._budgets) < _MOST_OWNERS:
-            self._budgets[owner] = budgets
-            self._version += 1
-            self.apply()
+        if reported or len(self._reported) < _MOST_OWNERS:
+            reported = self._reported.setdefault(owner, reported)
+            reported.pop(gateway, None)
+            reported[gateway] = budgets
+            self._warn(owner, gateway)
+            if len(reported) > _MOST_REPORTS:
+                del reported[next(iter(reported))]
+            if budgets != self._budgets.get(owner, ()):
+                self._budgets[owner] = budgets
+                self._version += 1
+                self.apply()
+
+    def _warn(self, owner: str, gateway: str) -> None:
+        """Warn if other gateways report other budgets than this one, which has just changed its own."""
+        reported, joined = self._reported[owner], self._gateways()
+        if others := [one for one in reported if one in joined and reported[one] != reported[gateway]]:
+            log.warning(
+                "gateways have different budgets of memory for %s in their files of API keys: those of %s count, which "
+                "changed last, and not those of %s",
+                printable(owner),
+                gateway,
+                ", ".join(others),
+            )
 
     def apply(self) -> None:
         """Set the newest budgets at the executors that do not have them, where that is possible now."""

@@ -2,7 +2,7 @@
 the core's routing policy and migrations."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic as clock
 from time import perf_counter
@@ -105,15 +105,21 @@ class Router:
         """Requests that decode where their prompt was computed, because no decode executor has room."""
         return sum(each.num_staying for each in self._migrations.values())
 
-    def set_budgets(self, cache_salt: str | None, budgets: tuple[MemoryBudget, ...]) -> None:
-        """Give the owner of a cache salt these budgets of memory."""
+    def set_budgets(
+        self,
+        gateway: str,
+        cache_salt: str | None,
+        budgets: tuple[MemoryBudget, ...],
+        gateways: Callable[[], Collection[str]],
+    ) -> None:
+        """Give the owner of a cache salt the budgets of memory that a gateway has reported; see ``KeyBudgets``."""
         if self.budgets is None:
             if not budgets:
                 return
             from pagewise_scheduler.server.key_budgets import KeyBudgets
 
-            self.budgets = KeyBudgets(lambda: self.executors)
-        self.budgets.set(cache_salt, budgets)
+            self.budgets = KeyBudgets(lambda: self.executors, gateways)
+        self.budgets.set(gateway, cache_salt, budgets)
 
     # ---- requests that wait --------------------------------------------------------------------------
 

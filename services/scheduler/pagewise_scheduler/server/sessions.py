@@ -294,6 +294,10 @@ class Sessions(ABC, Generic[PeerT]):
         """Return all sessions except that of a connection."""
         return [session for session in self if session.identity != identity]
 
+    def joined(self) -> set[str]:
+        """Return the names of all that have a session."""
+        return {session.name for session in self}
+
     # ---- sending and losing --------------------------------------------------------------------------
 
     def lose(self, session: Session[PeerT], reason: str, loss: Loss = Loss.DIED) -> None:

@@ -8,7 +8,6 @@ Predictions concern blocks of full layers. Where layers are in several groups, t
 of a session releases its windows and states.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -18,13 +17,14 @@ from pagewise_shared.protocol import Message
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
 from pagewise_scheduler.core.features.pins import Pins
+from pagewise_scheduler.core.features.sessions import Session, Sessions
+from pagewise_scheduler.core.features.trust import LATE, LEAST_SECONDS, Claim, Hints
 from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
 from pagewise_scheduler.core.memory.eviction_history import ENDED
 from pagewise_scheduler.core.memory.predicted_uses import (
-    DOUBTED,
-    HINTED,
     PEOPLE,
     SECONDS,
+    SHARED,
     TOOLS,
     PredictedUses,
     own_blocks,
@@ -40,15 +40,13 @@ if TYPE_CHECKING:
 
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-_MOST_SESSIONS, _MOST_RETURNS = 1 << 14, 2
+_MOST_RETURNS = 2
 """Returns of a person to a session that are told apart: who has come back before comes back more often."""
-_LATE, _LEAST_SECONDS, _FORK_SECONDS = 4.0, 0.5, 60.0
-"""A hint is kept if the session returns within so many times its seconds. A fork's next use is expected in so many."""
+_FORK_SECONDS = 60.0
+"""The next use of blocks with which a session is to begin is expected in so many seconds."""
+_END_SECONDS = 600.0
+"""A session that was said to have ended has, if it does not return for so long."""
 _WATCH_SECONDS = 10.0
-_DOUBTED_FROM, _MOST_TRUST = 4, 64
-
-_Name = tuple[str, str | None, str]
-"""A session's API key, cache salt and name."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,50 +60,6 @@ class Outcome:
     found: bool = True
 
 
-@dataclass(slots=True, eq=False)
-class Session:
-    """A session. ``last``: the last block of its last turn, which left it at ``left`` (seconds).
-
-    ``prediction``: of its return; 0: none. ``due``: the hinted seconds, negative: no hint, or it was judged already.
-    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``returns``: how often a turn
-    came after one that had not. ``parent``: the number of the session with whose blocks it begins; 0: none.
-    """
-
-    number: int
-    key: str
-    last: CachedBlock | None = None
-    request_id: str = ""
-    left: float = 0.0
-    prediction: int = 0
-    due: float = -1.0
-    counted: int = 0
-    called: bool = False
-    returns: int = 0
-    parent: int = 0
-
-
-@dataclass(slots=True)
-class Trust:
-    """The hints of one API key that were kept and broken. Old ones weigh less."""
-
-    kept: float = 0.0
-    broken: float = 0.0
-
-    @property
-    def source(self) -> int:
-        """The source of predictions from its hints."""
-        return DOUBTED if self.broken >= _DOUBTED_FROM and self.broken > self.kept else HINTED
-
-    def count(self, *, kept: bool) -> None:
-        """Count a hint."""
-        if self.kept + self.broken >= _MOST_TRUST:
-            self.kept, self.broken = self.kept / 2, self.broken / 2
-        if kept:
-            self.kept += 1
-        else:
-            self.broken += 1
-
-
 class Advice(Feature):
     """All sessions and advice of one executor."""
 
@@ -117,16 +71,13 @@ class Advice(Feature):
         self._predicted = PredictedUses()
         if self._policy is not None:
             self._policy.predicted = self._predicted
-        self._sessions: OrderedDict[_Name, Session] = OrderedDict()
-        self._keys: dict[int, str] = {}
-        self._num_sessions = 0
-        self._trust: dict[str, Trust] = {}
+        self._sessions = Sessions()
+        self._hints = Hints(self._predicted)
         self._pins = Pins(self._kv)
         self._ahead = LoadsAhead(scheduler, self._policy) if self._policy is not None else None
         self._watched, self._demotes = 0.0, False
         self._drops: list[Message] = []
         self.outcomes = {"accepted": 0, "clipped": 0, "refused": 0}
-        self.num_kept = self.num_broken = 0
 
     @property
     def _now(self) -> float:
@@ -139,14 +90,14 @@ class Advice(Feature):
     # ---- turns ---------------------------------------------------------------------------------------
 
     def entered(self, request: Request) -> None:
+        if not request.params.reuse.session:
+            return
         session = self._session(request)
         away = max(self._now, request.placed_at) - session.left  # no step was planned for long if nothing ran
-        if session.prediction == ENDED:
-            self._judge(session, kept=False)
-        elif session.prediction:
-            self._predicted.returned(session.prediction, away, session.counted)
-            if session.due >= 0:
-                self._judge(session, kept=away <= _LATE * session.due)
+        if session.due >= 0:
+            self._judge(session, kept=session.prediction != ENDED and away <= session.due)
+        if session.prediction > ENDED:
+            self._predicted.returned(session.prediction, away, session.counted, session.key)
         session.returns += session.last is not None and not session.called
         session.prediction, session.due = 0, -1.0
 
@@ -154,15 +105,17 @@ class Advice(Feature):
         last, request = sequence.table.last_node, sequence.request
         if last is None or sequence.ending is None or self._policy is None:
             return
+        self._sessions.ended(request.params.key, request.request_id, last)
+        if not request.params.reuse.session:
+            return
         reuse, session = request.params.reuse, self._session(request)
         before, session.last = session.last, last
         session.left, session.request_id = self._now, request.request_id
         session.due, session.counted, session.called = -1.0, 0, sequence.ending % NUM_ENDINGS == TOOL_CALL
-        if reuse.ends:
-            session.prediction = ENDED
-        elif reuse.returns_in >= 0:
-            session.due = max(reuse.returns_in, _LEAST_SECONDS)
-            session.prediction = self._predicted.time(self._trust_of(session.key).source, session.due)
+        if reuse.ends and self._hints.believes_ends(session.key):
+            session.prediction, session.due = ENDED, _END_SECONDS
+        elif reuse.returns_in >= 0 and not reuse.ends:
+            session.prediction, session.due = self._hints.time(session.key, reuse.returns_in)
         else:
             session.prediction = self._waits(session)
         self._predicted.ends(last, session.number, session.prediction, session.parent)
@@ -171,9 +124,25 @@ class Advice(Feature):
             self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
 
     def leave(self, request: Request, last_step: int) -> None:
+        if not request.params.reuse.session:
+            return
         session = self._session(request)
         if session.prediction == ENDED and session.request_id == request.request_id:
+            self._leave_to_children(session)
             self._drop_snapshots(own_blocks(session.last, session.number))
+
+    def _leave_to_children(self, session: Session) -> None:
+        """A session has ended: blocks with which live sessions begin are theirs from now on."""
+        heirs: dict[CachedBlock, Session | None] = {}
+        for child in session.children:
+            if child.prediction != ENDED:
+                for node in own_blocks(child.last, session.number):
+                    heirs[node] = child if node not in heirs else None
+        for heir in dict.fromkeys(heirs.values()):
+            begin = [node for node, one in heirs.items() if one is heir]
+            for node in begin:
+                node.session = heir.number if heir is not None else SHARED
+            self._predict(begin, heir.prediction if heir is not None else 0)
 
     def _drop_snapshots(self, nodes: Iterable[CachedBlock]) -> None:
         """No sequence begins behind these nodes any more: release the windows and states there. Blocks of full layers
@@ -187,26 +156,16 @@ class Advice(Feature):
 
     def _session(self, request: Request) -> Session:
         params = request.params
-        name = params.key, params.cache_salt, params.reuse.session
-        session = self._sessions.get(name)
-        if session is None:
-            self._num_sessions += 1
-            session = self._sessions[name] = Session(self._num_sessions, params.key)
-            parent = self._sessions.get((params.key, params.cache_salt, params.reuse.parent))
-            session.parent = parent.number if parent is not None else 0
-            self._keys[session.number] = params.key
-            if len(self._sessions) > _MOST_SESSIONS:
-                del self._keys[self._sessions.popitem(last=False)[1].number]
-        self._sessions.move_to_end(name)
-        return session
+        return self._sessions.of(params.key, params.cache_salt, params.reuse.session, params.reuse.parent)
 
     def _waits(self, session: Session, tools: Sequence[str] = ("",)) -> int:
         """The prediction for a session that waits for tools, the slowest of which decides, or for a person."""
+        key = session.key
         if session.called:
-            source = self._predicted.slowest([self._predicted.waits_for("tool " + name, TOOLS) for name in tools])
+            source = self._predicted.slowest([self._predicted.source(TOOLS, "tool " + name, key) for name in tools])
         else:
             kind = "sub-agent" if session.parent else f"person {min(session.returns, _MOST_RETURNS)}"
-            source = self._predicted.waits_for(kind, PEOPLE)
+            source = self._predicted.source(PEOPLE, kind, key)
         return self._predicted.time(source, SECONDS)
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
@@ -217,14 +176,10 @@ class Advice(Feature):
             for tier in self._kv.tiers.values():
                 tier.offer(node)
 
-    def _trust_of(self, key: str) -> Trust:
-        return self._trust.setdefault(key, Trust())
-
     def _judge(self, session: Session, *, kept: bool) -> None:
+        """A hint on a session was kept or broken."""
         session.due = -1.0
-        self._trust_of(session.key).count(kept=kept)
-        self.num_kept += kept
-        self.num_broken += not kept
+        self._hints.count(session.key, session.last, ends=session.prediction == ENDED, kept=kept)
 
     # ---- steps ---------------------------------------------------------------------------------------
 
@@ -235,12 +190,17 @@ class Advice(Feature):
             return
         self._watched = now
         self._pins.expire(now)
-        for session in self._sessions.values():
+        for claim in self._hints.over(now):  # blocks of a session have the session's prediction again
+            session = self._sessions.numbered(claim.last.session)
+            if session is not None and session.prediction != ENDED:
+                own = own_blocks(claim.last, session.number)
+                self._predict([node for node in own if node.prediction == claim.prediction], session.prediction)
+        for session in self._sessions:
+            age = now - session.left
+            if 0 <= session.due < age:
+                self._judge(session, kept=session.prediction == ENDED)
             if session.prediction > ENDED:
-                if session.due >= 0 and now - session.left > _LATE * session.due:
-                    self._judge(session, kept=False)
-                age = now - session.left
-                session.counted = self._predicted.reach(session.prediction, age, session.counted)
+                session.counted = self._predicted.reach(session.prediction, age, session.counted, session.key)
                 if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
 
@@ -271,12 +231,12 @@ class Advice(Feature):
         if self._ahead is not None:
             self._ahead.clear()
         self._sessions.clear()
-        self._keys.clear()
+        self._hints.clear()
 
     def counts(self) -> dict[str, int]:
         counts = {f"advice_{outcome}": count for outcome, count in self.outcomes.items()}
         counts["advice_loaded_blocks"] = self._ahead.num_loaded if self._ahead is not None else 0
-        return counts | {"hints_kept": self.num_kept, "hints_broken": self.num_broken}
+        return counts | {"hints_kept": self._hints.num_kept, "hints_broken": self._hints.num_broken}
 
     # ---- advice --------------------------------------------------------------------------------------
 
@@ -293,24 +253,31 @@ class Advice(Feature):
     def _subject(self, advice: "Advise") -> tuple[Session | None, list[CachedBlock]]:
         """The session that advice is on, if it is on one, and the cached blocks, the last one first."""
         name = advice.parent if advice.kind == "fork" and advice.parent else advice.session
+        session, last = None, None
         if name:
-            session = self._sessions.get((advice.key, advice.cache_salt, name))
+            session = self._sessions.find(advice.key, advice.cache_salt, name)
+            last = session.last if session is not None else None
         elif advice.request_id:
-            newest = reversed(self._sessions.values())
-            session = next(
-                (one for one in newest if (one.key, one.request_id) == (advice.key, advice.request_id)), None
-            )
+            last = self._sessions.last_of(advice.key, advice.request_id)
+            owner = self._sessions.numbered(last.session) if last is not None else None
+            session = owner if owner is not None and owner.request_id == advice.request_id else None
         else:
             tree, keys = self._kv.pool.tree, block_keys(advice.tokens, self._kv.block_size)
             return None, tree.walk(tree.root_of(advice.cache_salt), keys)[::-1]
-        last = session.last if session is not None else None
         stored = only_stored(self.scheduler, last) if advice.kind == "dontneed" else []
         return session, [*stored, *(node for node in ancestors(last) if node.num_tiers)]
+
+    def _own(self, session: Session | None, path: Iterable[CachedBlock], key: str) -> list[CachedBlock]:
+        """The blocks of a path that advice of an API key may change: those of a session alone, if it is on one."""
+        if session is not None:
+            return [node for node in path if node.session == session.number]
+        return [node for node in path if self._is_own(node, key)]
 
     def _is_own(self, node: CachedBlock, key: str) -> bool:
         """Whether the requests of one API key, and of one session at most, have used a block."""
         if node.session > 0:
-            return self._keys.get(node.session) == key
+            owner = self._sessions.numbered(node.session)
+            return owner is not None and owner.key == key
         used_once = node.kind // CLASSES_PER_USE <= 1 and node.session == 0
         return used_once and node.cached_by is not None and node.cached_by.key == key
 
@@ -324,7 +291,7 @@ class Advice(Feature):
             held, until, reason = self._pins.hold(advice.key, path[::-1], seconds, self._now)
             kind: Literal["accepted", "clipped", "refused"] = "clipped" if reason else "accepted"
             return Outcome(kind if held else "refused", reason, held, until if held else 0.0)
-        own = [node for node in path if self._is_own(node, advice.key)]
+        own = self._own(session, path, advice.key)
         if not own:
             return Outcome("refused", "other sessions use it too")
         if self._ahead is not None and advice.kind != "willneed":
@@ -342,36 +309,77 @@ class Advice(Feature):
         self, advice: "Advise", session: Session | None, path: list[CachedBlock], own: list[CachedBlock]
     ) -> Outcome:
         """Follow advice on when the blocks ``own`` of a path are used again, or not."""
-        due, source = -1.0, self._trust_of(advice.key).source
         if advice.kind == "end":
-            prediction = ENDED
-            self._pins.release(advice.key, own)
-            self._drop_snapshots(own)
-        elif advice.kind == "called":
-            if session is None or session.prediction == ENDED or session.due >= 0:
-                return Outcome("accepted")
-            session.called = True
-            prediction, seconds = self._waits(session, advice.tools), -1.0
-            own = list(own_blocks(session.last, session.number))
+            return self._end(session, own, advice.key)
+        if advice.kind == "called":
+            if session is not None and session.prediction != ENDED and session.due < 0:
+                session.called = True
+                session.prediction, session.left, session.counted = self._waits(session, advice.tools), self._now, 0
+                self._predict(own, session.prediction)
+            return Outcome("accepted")
+        seconds = advice.seconds if advice.seconds >= 0 else _FORK_SECONDS
+        prediction, due = self._hints.time(advice.key, seconds)
+        if advice.kind == "fork":
+            self._fork(advice, session, own, prediction, due)
+        elif session is None:
+            self._claim(advice.key, own, prediction, due)
         else:
-            seconds = advice.seconds if advice.seconds >= 0 else _FORK_SECONDS
-            due = max(seconds, _LEAST_SECONDS)
-            prediction = self._predicted.time(source, due)
-        self._predict(own, prediction)
+            self._predict(own, prediction)
+            if session.due >= 0 and session.prediction != ENDED:  # another hint does not put off the judgement
+                if (left := session.left + session.due - self._now) < 0:
+                    self._judge(session, kept=False)
+                else:
+                    due = min(due, left)
+            session.prediction, session.due, session.left, session.counted = prediction, due, self._now, 0
         if self._ahead is not None and advice.kind == "willneed":
-            self._ahead.want(path[0], self._now + _LATE * due)
+            self._ahead.want(path[0], self._now + LATE * max(seconds, LEAST_SECONDS))
+        return Outcome("accepted", blocks=len(own), seconds=seconds)
+
+    def _end(self, session: Session | None, own: list[CachedBlock], key: str) -> Outcome:
+        """Blocks are not used again by the session that has used them."""
+        if not self._hints.believes_ends(key):
+            return Outcome("refused", "most sessions of this API key have returned after their ends")
+        self._pins.release(key, own)
         if session is not None:
-            session.prediction, session.due, session.left = prediction, due, self._now
-            session.counted = 0
-        return Outcome("accepted", blocks=len(own), seconds=0.0 if prediction == ENDED else max(seconds, 0.0))
+            session.prediction, session.due, session.left = ENDED, _END_SECONDS, self._now
+            self._leave_to_children(session)
+            own = self._own(session, own, key)
+        self._drop_snapshots(own)
+        self._predict(own, ENDED)
+        return Outcome("accepted", blocks=len(own))
+
+    def _fork(
+        self, advice: "Advise", parent: Session | None, own: list[CachedBlock], prediction: int, due: float
+    ) -> None:
+        """A session begins with the blocks ``own`` of another one, whose blocks they stay. Until it does, this advice
+        predicts their use, unless they are worth more by the parent's return."""
+        if parent is not None and advice.session:
+            child = self._sessions.of(advice.key, advice.cache_salt, advice.session)
+            parent.adopt(child)
+        value = self._predicted.value
+        lesser = [
+            one
+            for one in own
+            if not one.prediction or value(one.prediction, one.last_used) < value(prediction, self._tick)
+        ]
+        self._claim(advice.key, lesser, prediction, due)
+
+    def _claim(self, key: str, own: list[CachedBlock], prediction: int, due: float) -> None:
+        """Predict a use of blocks that is not the return of a session, and judge the advice later."""
+        if own:
+            self._predict(own, prediction)
+            self._hints.claim(key, Claim(own[0], prediction, self._now + due))
 
     def _behind(self, first: CachedBlock) -> list[CachedBlock]:
-        """A session's first own block and all blocks behind it, the last ones first. No other session has used these
-        blocks: the session's turns had them, and some turns have left them."""
-        nodes = [first]
+        """A session's first own block and all blocks behind it, the last ones first: the session's turns had them, and
+        some turns have left them. Blocks behind which other sessions have some are not among them."""
+        nodes, kept = [first], set[CachedBlock]()
         for node in nodes:  # grows while it is walked: parents come before their children
             nodes += node.children.values()
-        return [node for node in reversed(nodes) if node.num_tiers]
+        for node in reversed(nodes):
+            if node.session != first.session or not kept.isdisjoint(node.children.values()):
+                kept.add(node)
+        return [node for node in reversed(nodes) if node.num_tiers and node not in kept]
 
     def _release(self, own: list[CachedBlock], stored: list[CachedBlock], *, forget: bool) -> Outcome:
         """Demote blocks, or forget them in all tiers, as far as nothing uses them; and the blocks ``stored``, which

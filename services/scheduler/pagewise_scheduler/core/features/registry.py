@@ -76,7 +76,7 @@ class Features:
             "prefetches": "prefetches" in made and request in self.prefetches.active,
             "drafts": self.options.speculative,
             "fair_shares": len(self._keys) > 1,
-            "advice": params.reuse.session and self._scheduler.kv.pool.policy.learns,
+            "advice": (params.reuse.session or "advice" in made) and self._scheduler.kv.pool.policy.learns,
         }
         return tuple(getattr(self, name) for name, uses in used.items() if uses)
 

@@ -195,8 +195,7 @@ class CostAware:
         """The same of a block with a prediction, if the device had it."""
         if not block.prediction or self.predicted is None:
             return 0.0
-        age = self._history.now - block.last_used
-        return self.predicted.value(block.prediction, age) * self._seconds(block.depth, DEVICE)
+        return self.predicted.value(block.prediction, block.last_used) * self._seconds(block.depth, DEVICE)
 
     def value_of_new(self, place: int, depth: int) -> float:
         """The same of a snapshot on the device."""

@@ -8,10 +8,15 @@ classes (see ``use_history``), so predicted and other blocks wait in one evictio
 Where nobody has said a time, the source is what the session waits for: a tool, or a person. Its predicted time is
 always ``SECONDS``, so its table is the distribution of such waits. What is not known of one tool is taken from all
 tools, and in the same way of people.
+
+API keys can lie with hints, with names of tools, and with sessions that return or do not. So the hints of each key are
+a source of their own, which those of others do not change. Tables of waits learn from all keys, because each alone has
+few. A table hears of at most as many observations of one key as of all others, and ``_MOST_ALONE`` more.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from itertools import count
 from math import exp, log2
 
 from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, PREEMPTED
@@ -20,13 +25,15 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.memory.tick_times import TickTimes
 from pagewise_scheduler.core.memory.use_history import gittins_densities
 
-HINTED, DOUBTED, TOOLS, PEOPLE = range(1, 5)
-"""Sources: hints of clients, hints of API keys most of whose hints were wrong, waits for tools and for people. The
-sources behind them are waits of one kind each."""
+HINTS, TOOLS, PEOPLE = range(1, 4)
+"""Kinds of sources: hints, waits for tools and for people. The sources of these numbers are all of a kind; higher
+numbers are the hints of one API key each, and waits of one kind each."""
 SECONDS = 32.0
 """The predicted time of waits: their table tells one second from two, and a day from two."""
-_MOST_WAITS = 256
-"""Kinds of waits that have a table each. Of more, those that were not seen for the longest are forgotten."""
+_MOST_SOURCES, _MOST_OF_KEY = 1024, 64
+"""Sources that have a table each, and those of them that one API key has introduced. Of more, the ones that were not
+seen for the longest are forgotten."""
+_MOST_ALONE = 64
 SHARED = -1
 """The session of blocks that several sessions, or requests without a session, have used."""
 
@@ -53,38 +60,49 @@ def _scale(prediction: int) -> float:
 
 
 class _LifeTable:
-    """The returns of one source by normalised age. ``common``: the table of all sources of its kind."""
+    """The returns of one source by normalised age. ``common``: the table of all sources of its kind. ``share``: the
+    factor on its densities."""
 
     def __init__(self, common: "_LifeTable | None" = None) -> None:
         self._returned, self._reached = [0.0] * _SPANS, [0.0] * _SPANS
         self._num_observed = 0
+        self._told: Counter[str] = Counter()
         self._common = common
+        self.share = 1.0
         self.rates = _PRIOR_RATES
         self._learn()
 
-    def reach(self, age: float, counted: int) -> int:
-        """Count a session that has not returned up to this normalised age.
+    def reach(self, age: float, counted: int, key: str) -> int:
+        """Count a session of an API key that has not returned up to this normalised age.
 
         ``counted``: the spans in which it was counted before. Returns in how many it has been now.
         """
         last = _span(age)
         if self._common is not None:
-            self._common.reach(age, counted)
-        for span in range(counted, last):
-            self._reached[span] += 1
-        if last > counted:
+            self._common.reach(age, counted, key)
+        if last > counted and self._hears(key):
+            for span in range(counted, last):
+                self._reached[span] += 1
             self._observed()
         return max(counted, last)
 
-    def returned(self, age: float, counted: int) -> None:
+    def returned(self, age: float, counted: int, key: str) -> None:
         """Count a session that returned at this normalised age, and was counted in the spans before as in ``reach``."""
         last = _span(age)
         if self._common is not None:
-            self._common.returned(age, counted)
-        for span in range(counted, last + 1):
-            self._reached[span] += 1
-        self._returned[last] += 1
-        self._observed()
+            self._common.returned(age, counted, key)
+        if self._hears(key):
+            for span in range(counted, last + 1):
+                self._reached[span] += 1
+            self._returned[last] += 1
+            self._observed()
+
+    def _hears(self, key: str) -> bool:
+        """Whether one more observation of an API key counts. While there are none of others, all of them do."""
+        told = self._told
+        hears = len(told) < 2 or 2 * told[key] < told.total() + _MOST_ALONE
+        told[key] += hears
+        return hears
 
     def _observed(self) -> None:
         self._num_observed += 1
@@ -94,6 +112,7 @@ class _LifeTable:
             self._num_observed //= 2
             self._reached = [count / 2 for count in self._reached]
             self._returned = [count / 2 for count in self._returned]
+            self._told = Counter({key: count // 2 for key, count in self._told.items() if count > 1})
 
     def _learn(self) -> None:
         weight, prior = _PRIOR_WEIGHT, self._common.rates if self._common is not None else _PRIOR_RATES
@@ -114,13 +133,15 @@ class _LifeTable:
 class PredictedUses:
     """The predictions for the blocks of an executor: see ``CachedBlock.prediction`` and ``CachedBlock.session``.
 
-    ``now``: seconds.
+    ``now``: seconds. ``awaited``: blocks that leave this set with their next use.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._tables = {source: _LifeTable() for source in (HINTED, DOUBTED, TOOLS, PEOPLE)}
-        self._waits: OrderedDict[str, int] = OrderedDict()
+        self._tables = {source: _LifeTable() for source in (HINTS, TOOLS, PEOPLE)}
+        self._sources: OrderedDict[tuple[int, str], tuple[int, str]] = OrderedDict()
+        self._numbers = count(PEOPLE + 1)
+        self.awaited: set[CachedBlock] = set()
         self._next: tuple[CachedBlock, int, int, int] | None = None
         self._times = TickTimes()
         self._noted: tuple[int, float] | None = None
@@ -142,21 +163,32 @@ class PredictedUses:
         bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, seconds))))
         return ENDED + source * _BUCKETS + bucket
 
-    def waits_for(self, what: str, of: int) -> int:
-        """Return the source of waits of a kind. ``of``: ``TOOLS`` or ``PEOPLE``."""
-        source = self._waits.get(what)
-        if source is None:
-            source = PEOPLE + 1 + len(self._waits)
-            if len(self._waits) >= _MOST_WAITS:
-                source = self._waits.popitem(last=False)[1]
-            self._waits[what] = source
-            self._tables[source] = _LifeTable(self._tables[of])
-        self._waits.move_to_end(what)
+    def source(self, kind: int, what: str, key: str) -> int:
+        """Return the source of waits of one kind for an API key. ``kind``: ``TOOLS`` or ``PEOPLE``."""
+        name = kind, what
+        source, _ = self._sources.get(name, (0, ""))
+        if not source:
+            own = [one for one, (_, by) in self._sources.items() if by == key]
+            if len(own) >= _MOST_OF_KEY or len(self._sources) >= _MOST_SOURCES:
+                oldest = own[0] if len(own) >= _MOST_OF_KEY else next(iter(self._sources))
+                del self._tables[self._sources.pop(oldest)[0]]
+            source = next(self._numbers)
+            self._sources[name] = source, key
+            self._tables[source] = _LifeTable(self._tables[kind] if kind != HINTS else None)
+        self._sources.move_to_end(name)
         return source
+
+    def hints_of(self, key: str) -> int:
+        """Return the source of the hints of an API key."""
+        return self.source(HINTS, key, key)
+
+    def charge(self, source: int, share: float) -> None:
+        """Multiply the values of a source's predictions by ``share`` from now on (see ``Trust``)."""
+        self._table(source).share = share
 
     def slowest(self, sources: Iterable[int]) -> int:
         """Return the source whose sessions are worth the least when their waits begin."""
-        return min(sources, key=lambda source: self._tables[source].densities[0])
+        return min(sources, key=lambda source: self._table(source).densities[0])
 
     def ends(self, last: CachedBlock, session: int, prediction: int, parent: int = 0) -> None:
         """The blocks up to ``last``, whose use is counted next, are let go of by a turn of ``session``.
@@ -171,6 +203,8 @@ class PredictedUses:
         announced, self._next = self._next, None
         if ending == PREEMPTED or not blocks:
             return
+        if self.awaited:
+            self.awaited.difference_update(blocks)
         session = prediction = parent = 0
         if announced is not None and announced[0] is blocks[-1]:
             _, session, prediction, parent = announced
@@ -185,32 +219,37 @@ class PredictedUses:
         if prediction == ENDED:
             return 0.0
         scale = _scale(prediction)
-        density = self._table(prediction).densities[_span(self._age(last_used) / scale)]
+        table = self._table_of(prediction)
+        density = table.share * table.densities[_span(self._age(last_used) / scale)]
         return density / scale / max(_LEAST_RATE, self._blocks / self._seconds)
 
     def probability(self, prediction: int, last_used: int) -> float:
         """The probability that a block is used again."""
         if prediction == ENDED:
             return 0.0
-        return self._table(prediction).probability(self._age(last_used) / _scale(prediction))
+        return self._table_of(prediction).probability(self._age(last_used) / _scale(prediction))
 
     def _age(self, last_used: int) -> float:
         return max(0.0, self.now - self._times.time_of(last_used, self.now))
 
-    def reach(self, prediction: int, age: float, counted: int = 0) -> int:
+    def reach(self, prediction: int, age: float, counted: int, key: str) -> int:
         """Learn that a session has not come back so many seconds after its prediction; see ``_LifeTable.reach``."""
-        return self._table(prediction).reach(age / _scale(prediction), counted)
+        return self._table_of(prediction).reach(age / _scale(prediction), counted, key)
 
-    def returned(self, prediction: int, age: float, counted: int = 0) -> None:
+    def returned(self, prediction: int, age: float, counted: int, key: str) -> None:
         """Learn that a session came back so many seconds after its prediction."""
-        self._table(prediction).returned(age / _scale(prediction), counted)
+        self._table_of(prediction).returned(age / _scale(prediction), counted, key)
 
     def is_overdue(self, prediction: int, age: float) -> bool:
         """Whether a session is not waited for any more."""
         return age / _scale(prediction) > MOST_AGE
 
-    def _table(self, prediction: int) -> _LifeTable:
-        return self._tables[(prediction - ENDED) // _BUCKETS]
+    def _table_of(self, prediction: int) -> _LifeTable:
+        return self._table((prediction - ENDED) // _BUCKETS)
+
+    def _table(self, source: int) -> _LifeTable:
+        """The table of a source; that of no source in particular if it was forgotten."""
+        return self._tables.get(source, self._tables[HINTS])
 
 
 def _is_new(block: CachedBlock) -> bool:
