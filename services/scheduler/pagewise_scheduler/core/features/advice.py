@@ -17,7 +17,8 @@ from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
 from pagewise_scheduler.core.features.pins import Pins
 from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
-from pagewise_scheduler.core.memory.eviction_history import ENDED
+from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.eviction_history import ENDED, RequestRef
 from pagewise_scheduler.core.memory.predicted_uses import (
     DOUBTED,
     HINTED,
@@ -27,7 +28,7 @@ from pagewise_scheduler.core.memory.predicted_uses import (
     PredictedUses,
     own_blocks,
 )
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys, cache_salt_of
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers.cache_reset import release_node, snapshot_pools
 from pagewise_scheduler.core.tiers.transfers import Loads
@@ -143,6 +144,8 @@ class Advice(Feature):
             self._predicted.returned(session.prediction, away, session.counted)
             if session.due >= 0:
                 self._judge(session, kept=away <= _LATE * session.due)
+        if self._ahead is not None and session.last is not None:
+            self._ahead.forget([session.last])
         session.returns += session.last is not None and not session.called
         session.prediction, session.due = 0, -1.0
 
@@ -162,6 +165,7 @@ class Advice(Feature):
         else:
             session.prediction = self._waits(session)
         self._predicted.ends(last, session.number, session.prediction, session.parent)
+        self._load_in_time(session)
         if before is not None and not self._kv.windows:
             path = set(ancestors(last))
             self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
@@ -207,11 +211,23 @@ class Advice(Feature):
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
         """Predict the next use of blocks, counted from now, and offer them to eviction by this prediction."""
-        tick = self._kv.pool.policy.tick()
+        if self._policy is None:
+            return
+        tick = self._policy.new_tick()
+        self._predicted.note(tick, self._now)
         for node in nodes:
             node.prediction, node.last_used = prediction, tick
             for tier in self._kv.tiers.values():
                 tier.offer(node)
+
+    def _load_in_time(self, session: Session) -> None:
+        """Load the blocks of a session ahead of the time at which such sessions return, if that is known."""
+        if self._ahead is None or session.last is None or session.prediction <= ENDED:
+            return
+        if (expected := self._predicted.likeliest(session.prediction)) is not None:
+            due, until = (session.left + seconds for seconds in expected)
+            path = [*ancestors(session.last)][::-1]
+            self._ahead.want(path, cache_salt_of(session.last), due, until, holder=session, learned=True)
 
     def _trust_of(self, key: str) -> Trust:
         return self._trust.setdefault(key, Trust())
@@ -245,6 +261,16 @@ class Advice(Feature):
             self._ahead.ask(step, loads, self._now)
         return 0
 
+    def is_due(self, now: float) -> bool:
+        return self._ahead is not None and self._ahead.is_due(now)
+
+    def coming(self) -> Iterable[tuple[BlockTable, bytes]]:
+        return self._ahead.coming() if self._ahead is not None else ()
+
+    def peer_lost(self, peer: str) -> None:
+        if self._ahead is not None:
+            self._ahead.peer_lost(peer)
+
     def wants_step(self) -> bool:
         return self._demotes and self.scheduler.has_unsent_demotions
 
@@ -267,6 +293,7 @@ class Advice(Feature):
     def counts(self) -> dict[str, int]:
         counts = {f"advice_{outcome}": count for outcome, count in self.outcomes.items()}
         counts["advice_loaded_blocks"] = self._ahead.num_loaded if self._ahead is not None else 0
+        counts["advice_used_blocks"] = self._ahead.num_used if self._ahead is not None else 0
         return counts | {"hints_kept": self.num_kept, "hints_broken": self.num_broken}
 
     # ---- advice --------------------------------------------------------------------------------------
@@ -275,14 +302,24 @@ class Advice(Feature):
         """Follow advice of a client as far as this executor has the KV. ``now``: seconds."""
         self._kv.eviction_history.now = now
         session, path = self._subject(advice)
+        if self._ahead is not None and advice.kind == "willneed":
+            path = self._ahead.reachable(path[::-1])[::-1]
+        else:
+            path = [node for node in path if node.num_tiers]
         if not path:
             return Outcome("refused", "nothing of it is cached", found=False)
         outcome = self._follow(advice, session, path)
         self.outcomes[outcome.outcome] += 1
         return outcome
 
+    def knows(self, advice: "Advise") -> tuple[float, int]:
+        """When the session that advice is on has left, and how many blocks of it are cached here; greater is better."""
+        session, path = self._subject(advice)
+        return session.left if session is not None else -1.0, sum(1 for node in path if node.num_tiers)
+
     def _subject(self, advice: "Advise") -> tuple[Session | None, list[CachedBlock]]:
-        """The session that advice is on, if it is on one, and the cached blocks, the last one first."""
+        """The session that advice is on, if it is on one, and the blocks, the last one first. Some may be in no tier
+        with ids; in advice on a prompt they are left out, unless it is to be loaded."""
         name = advice.parent if advice.kind == "fork" and advice.parent else advice.session
         if name:
             session = self._sessions.get((advice.key, advice.cache_salt, name))
@@ -292,10 +329,13 @@ class Advice(Feature):
                 (one for one in newest if (one.key, one.request_id) == (advice.key, advice.request_id)), None
             )
         else:
-            tree, keys = self._kv.pool.tree, block_keys(advice.tokens, self._kv.block_size)
-            return None, tree.walk(tree.root_of(advice.cache_salt), keys)[::-1]
+            tree, keys = self._kv.pool.tree, [*block_keys(advice.tokens, self._kv.block_size)]
+            path = tree.walk(tree.root_of(advice.cache_salt), keys)
+            if advice.kind == "willneed":
+                path += tree.detached(advice.cache_salt, path, keys[len(path) :], RequestRef("", advice.key))
+            return None, path[::-1]
         last = session.last if session is not None else None
-        return session, [node for node in ancestors(last) if node.num_tiers]
+        return session, [*ancestors(last)]
 
     def _is_own(self, node: CachedBlock, key: str) -> bool:
         """Whether the requests of one API key, and of one session at most, have used a block."""
@@ -348,10 +388,13 @@ class Advice(Feature):
             prediction = self._predicted.time(source, due)
         self._predict(own, prediction)
         if self._ahead is not None and advice.kind == "willneed":
-            self._ahead.want(path[0], self._now + _LATE * due)
+            salt = cache_salt_of(path[0])
+            self._ahead.want(path[::-1], salt, self._now + due, self._now + _LATE * due, holder=session)
         if session is not None:
             session.prediction, session.due, session.left = prediction, due, self._now
             session.counted = 0
+            if advice.kind == "called":
+                self._load_in_time(session)
         return Outcome("accepted", blocks=len(own), seconds=0.0 if prediction == ENDED else max(seconds, 0.0))
 
     def _behind(self, first: CachedBlock) -> list[CachedBlock]:

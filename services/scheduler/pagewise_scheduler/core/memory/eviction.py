@@ -191,12 +191,16 @@ class CostAware:
         use = use or block
         return self._history.density(use.kind, use.last_used) * self._seconds(block.depth, block.nearest_tier)
 
-    def value_on_device(self, block: CachedBlock) -> float:
-        """The same of a block with a prediction, if the device had it."""
+    def uses_from(self, block: CachedBlock, seconds: float) -> float:
+        """The uses of a block with a prediction per unit of time, if it is kept from ``seconds`` from now on."""
         if not block.prediction or self.predicted is None:
             return 0.0
-        age = self._history.now - block.last_used
-        return self.predicted.value(block.prediction, age) * self._seconds(block.depth, DEVICE)
+        return self.predicted.value(block.prediction, block.last_used, seconds)
+
+    def new_tick(self) -> int:
+        """The time of something else than a release: one more than before."""
+        self._history.now += 1
+        return self._history.now
 
     def value_of_new(self, place: int, depth: int) -> float:
         """The same of a snapshot on the device."""
