@@ -4,8 +4,8 @@ A session is a conversation, whose turns follow each other. The blocks that its 
 (see ``predicted_uses``): by the hints of its last turn, by later advice, or by what the session waits for: tools that
 its last turn has called, or a person. Blocks of its last turn that the next turn has not taken are not used again.
 
-Predictions concern blocks of full layers. Where layers are in several groups, the hints of requests count, and the end
-of a session releases its windows and states.
+Where layers are in several groups, what clients say counts for the last windows and states of a session too, and its
+end releases them. What is learned counts for blocks of full layers alone: snapshots have roles instead.
 """
 
 from collections import OrderedDict
@@ -30,7 +30,8 @@ from pagewise_scheduler.core.memory.predicted_uses import (
 )
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys, cache_salt_of
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
-from pagewise_scheduler.core.tiers.cache_reset import release_node, snapshot_pools
+from pagewise_scheduler.core.tiers import session_memory
+from pagewise_scheduler.core.tiers.tier import BlockCopy
 from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Advice(Feature):
         self._num_sessions = 0
         self._trust: dict[str, Trust] = {}
         self._pins = Pins(self._kv)
-        self._ahead = LoadsAhead(scheduler, self._policy) if self._policy is not None else None
+        self._ahead = LoadsAhead(scheduler, self._policy)
         self._watched, self._demotes = 0.0, False
         self.outcomes = {"accepted": 0, "clipped": 0, "refused": 0}
         self.num_kept = self.num_broken = 0
@@ -144,7 +145,7 @@ class Advice(Feature):
             self._predicted.returned(session.prediction, away, session.counted)
             if session.due >= 0:
                 self._judge(session, kept=away <= _LATE * session.due)
-        if self._ahead is not None and session.last is not None:
+        if session.last is not None:
             self._ahead.forget([session.last])
         session.returns += session.last is not None and not session.called
         session.prediction, session.due = 0, -1.0
@@ -173,17 +174,11 @@ class Advice(Feature):
     def leave(self, request: Request, last_step: int) -> None:
         session = self._session(request)
         if session.prediction == ENDED and session.request_id == request.request_id:
-            self._drop_snapshots(own_blocks(session.last, session.number))
-
-    def _drop_snapshots(self, nodes: Iterable[CachedBlock]) -> None:
-        """No sequence begins behind these nodes any more: release the windows and states there. Blocks of full layers
-        that are of use with them alone go first then."""
-        history, pools = self._kv.eviction_history, list(snapshot_pools(self._kv))
-        history.reason = "advice"
-        for node in nodes if pools else ():
-            for pool in pools:
-                pool.forget(node)
-        history.reason = "evicted"
+            own = (node for node in own_blocks(session.last, session.number) if node not in self._pins.ends)
+            session_memory.drop_snapshots(self._kv, own)
+        elif session.due >= 0 and session.request_id == request.request_id:
+            own = own_blocks(session.last, session.number)
+            session_memory.predict_snapshots(self._kv, own, session.prediction, self._tick)
 
     def _session(self, request: Request) -> Session:
         params = request.params
@@ -211,8 +206,7 @@ class Advice(Feature):
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
         """Predict the next use of blocks, counted from now, and offer them to eviction by this prediction."""
-        if self._policy is None:
-            return
+        assert self._policy is not None
         tick = self._policy.new_tick()
         self._predicted.note(tick, self._now)
         for node in nodes:
@@ -222,7 +216,7 @@ class Advice(Feature):
 
     def _load_in_time(self, session: Session) -> None:
         """Load the blocks of a session ahead of the time at which such sessions return, if that is known."""
-        if self._ahead is None or session.last is None or session.prediction <= ENDED:
+        if session.last is None or session.prediction <= ENDED:
             return
         if (expected := self._predicted.likeliest(session.prediction)) is not None:
             due, until = (session.left + seconds for seconds in expected)
@@ -257,19 +251,17 @@ class Advice(Feature):
                     session.prediction = 0
 
     def add_to_plan(self, step: int, budget: int, loads: Loads) -> int:
-        if self._ahead is not None:
-            self._ahead.ask(step, loads, self._now)
+        self._ahead.ask(step, loads, self._now)
         return 0
 
     def is_due(self, now: float) -> bool:
-        return self._ahead is not None and self._ahead.is_due(now)
+        return self._ahead.is_due(now)
 
     def coming(self) -> Iterable[tuple[BlockTable, bytes]]:
-        return self._ahead.coming() if self._ahead is not None else ()
+        return self._ahead.coming()
 
     def peer_lost(self, peer: str) -> None:
-        if self._ahead is not None:
-            self._ahead.peer_lost(peer)
+        self._ahead.peer_lost(peer)
 
     def wants_step(self) -> bool:
         return self._demotes and self.scheduler.has_unsent_demotions
@@ -285,15 +277,13 @@ class Advice(Feature):
 
     def clear(self) -> None:
         self._pins.release_all()
-        if self._ahead is not None:
-            self._ahead.clear()
+        self._ahead.clear()
         self._sessions.clear()
         self._keys.clear()
 
     def counts(self) -> dict[str, int]:
         counts = {f"advice_{outcome}": count for outcome, count in self.outcomes.items()}
-        counts["advice_loaded_blocks"] = self._ahead.num_loaded if self._ahead is not None else 0
-        counts["advice_used_blocks"] = self._ahead.num_used if self._ahead is not None else 0
+        counts |= {"advice_loaded_blocks": self._ahead.num_loaded, "advice_used_blocks": self._ahead.num_used}
         return counts | {"hints_kept": self.num_kept, "hints_broken": self.num_broken}
 
     # ---- advice --------------------------------------------------------------------------------------
@@ -302,10 +292,8 @@ class Advice(Feature):
         """Follow advice of a client as far as this executor has the KV. ``now``: seconds."""
         self._kv.eviction_history.now = now
         session, path = self._subject(advice)
-        if self._ahead is not None and advice.kind == "willneed":
-            path = self._ahead.reachable(path[::-1])[::-1]
-        else:
-            path = [node for node in path if node.num_tiers]
+        here = [node for node in path if node.num_tiers]
+        path = self._ahead.reachable(path[::-1])[::-1] if advice.kind == "willneed" else here
         if not path:
             return Outcome("refused", "nothing of it is cached", found=False)
         outcome = self._follow(advice, session, path)
@@ -318,8 +306,7 @@ class Advice(Feature):
         return session.left if session is not None else -1.0, sum(1 for node in path if node.num_tiers)
 
     def _subject(self, advice: "Advise") -> tuple[Session | None, list[CachedBlock]]:
-        """The session that advice is on, if it is on one, and the blocks, the last one first. Some may be in no tier
-        with ids; in advice on a prompt they are left out, unless it is to be loaded."""
+        """The session that advice is on, if it is on one, and its blocks, the last one first: cached ones and others."""
         name = advice.parent if advice.kind == "fork" and advice.parent else advice.session
         if name:
             session = self._sessions.get((advice.key, advice.cache_salt, name))
@@ -349,22 +336,18 @@ class Advice(Feature):
         if advice.kind == "unpin":
             return Outcome("accepted", blocks=self._pins.release(advice.key, path))
         if advice.kind == "pin":
-            if self._kv.windows:
-                return Outcome("refused", "models with several groups of layers have no pins")
             held, until, reason = self._pins.hold(advice.key, path[::-1], seconds, self._now)
             kind: Literal["accepted", "clipped", "refused"] = "clipped" if reason else "accepted"
             return Outcome(kind if held else "refused", reason, held, until if held else 0.0)
         own = [node for node in path if self._is_own(node, advice.key)]
         if not own:
             return Outcome("refused", "other sessions use it too")
-        if self._ahead is not None and advice.kind != "willneed":
-            self._ahead.forget(path)
+        if advice.kind != "willneed":
+            self._ahead.forget([*path, *ancestors(session.last)] if session is not None else path)
         if advice.kind in ("cold", "dontneed"):
-            return self._release(self._behind(own[-1]), forget=advice.kind == "dontneed")
+            return self._release(session_memory.blocks_behind(own[-1]), forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
-        if self._kv.windows and advice.kind != "end":
-            return Outcome("refused", "models with several groups of layers take hints with requests only")
         return self._expect(advice, session, path, own)
 
     def _expect(
@@ -375,7 +358,7 @@ class Advice(Feature):
         if advice.kind == "end":
             prediction = ENDED
             self._pins.release(advice.key, own)
-            self._drop_snapshots(own)
+            session_memory.drop_snapshots(self._kv, own)
         elif advice.kind == "called":
             if session is None or session.prediction == ENDED or session.due >= 0:
                 return Outcome("accepted")
@@ -387,7 +370,9 @@ class Advice(Feature):
             due = max(seconds, _LEAST_SECONDS)
             prediction = self._predicted.time(source, due)
         self._predict(own, prediction)
-        if self._ahead is not None and advice.kind == "willneed":
+        if due >= 0:
+            session_memory.predict_snapshots(self._kv, own, prediction, self._tick)
+        if advice.kind == "willneed":
             salt = cache_salt_of(path[0])
             self._ahead.want(path[::-1], salt, self._now + due, self._now + _LATE * due, holder=session)
         if session is not None:
@@ -397,25 +382,16 @@ class Advice(Feature):
                 self._load_in_time(session)
         return Outcome("accepted", blocks=len(own), seconds=0.0 if prediction == ENDED else max(seconds, 0.0))
 
-    def _behind(self, first: CachedBlock) -> list[CachedBlock]:
-        """A session's first own block and all blocks behind it, the last ones first. No other session has used these
-        blocks: the session's turns had them, and some turns have left them."""
-        nodes = [first]
-        for node in nodes:  # grows while it is walked: parents come before their children
-            nodes += node.children.values()
-        return [node for node in reversed(nodes) if node.num_tiers]
-
     def _release(self, own: list[CachedBlock], *, forget: bool) -> Outcome:
         """Demote blocks, or forget them in all tiers with ids, as far as nothing uses them."""
-        if self._kv.windows and not forget:
-            return Outcome("refused", "models with several groups of layers demote memory by themselves")
         if forget:
-            num_released = sum(release_node(self._kv, node, "advice") for node in own)
+            num_released, num_cached = session_memory.release(self._kv, own), len(own)
         else:
-            before = self._kv.num_free
-            self.scheduler.plan.copy(self._kv.pool.evict_nodes(own))
-            self._demotes, num_released = True, self._kv.num_free - before
+            copies, num_cached = list[BlockCopy](), sum(node.block >= 0 for node in own)
+            num_released = session_memory.demote(self._kv, own, copies)
+            self.scheduler.plan.copy(copies)
+            self._demotes = True
         if not num_released:
-            return Outcome("refused", "it is in use")
-        clipped = num_released < len(own)
+            return Outcome("refused", "it is in use" if num_cached else "it is not on the device")
+        clipped = num_released < num_cached
         return Outcome("clipped" if clipped else "accepted", "a part is in use" if clipped else "", num_released)

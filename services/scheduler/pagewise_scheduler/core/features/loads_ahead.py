@@ -69,10 +69,10 @@ class LoadAhead(PrefixLoad):
 class LoadsAhead:
     """The prefixes of one executor that are to be loaded, and their blocks in flight. It is a ``BlockWatcher``.
 
-    ``num_loaded``: the blocks that were loaded ahead so far. ``num_used``: the ones of these that were used.
+    ``policy``: None: nothing is wanted, because the policy knows no values. ``num_loaded``: the blocks that were loaded ahead so far. ``num_used``: the ones of these that were used.
     """
 
-    def __init__(self, scheduler: "Scheduler", policy: CostAware) -> None:
+    def __init__(self, scheduler: "Scheduler", policy: CostAware | None) -> None:
         self._scheduler, self._kv, self._policy = scheduler, scheduler.kv, policy
         self._wanted: dict[CachedBlock, LoadAhead] = {}
         self._coming: dict[LoadAhead, None] = {}
@@ -185,6 +185,7 @@ class LoadsAhead:
         ``before``: the blocks before them, which stay. ``link``: brings them.
         """
         free, policy, costs = self._kv.num_free, self._policy, self._scheduler.costs
+        assert policy is not None
         seconds = link.seconds(len(nodes), link.num_loading)
         victims = self._victims(len(nodes) - free, set(before[-1:])) if len(nodes) > free else []
 
@@ -198,7 +199,7 @@ class LoadsAhead:
 
     def _victims(self, num_blocks: int, stay: set[CachedBlock]) -> list[CachedBlock]:
         """The blocks that would be evicted first, without those that ``stay``, and what is behind them then."""
-        pool, value, tie = self._kv.pool, self._policy.value, count()
+        pool, value, tie = self._kv.pool, self._kv.pool.policy.value, count()
         heap = [(value(node), next(tie), node) for node in pool.next_evictions(num_blocks + len(stay))]
         heapq.heapify(heap)
         victims: list[CachedBlock] = []

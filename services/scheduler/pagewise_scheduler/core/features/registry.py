@@ -95,6 +95,10 @@ class Features:
         kept = [feature.kept(key) for feature in self.in_use]
         return QueueLoad(sum(one.sequences for one in kept), sum(one.tokens for one in kept))
 
+    def are_due(self, now: float) -> bool:
+        """Whether a step is to be planned now for a feature, although nothing has happened."""
+        return any(feature.is_due(now) for feature in self.in_use)
+
     def messages(self, now: float) -> list[Message]:
         """Messages to the executor beside plans; to be sent before and after planning. ``now``: seconds."""
         return [message for feature in self.in_use for message in feature.messages(now)]
