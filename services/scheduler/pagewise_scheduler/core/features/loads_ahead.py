@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagewise_shared.protocol import DEVICE
 
+from pagewise_scheduler.core.features.loads_of_groups import LoadsOfGroups
 from pagewise_scheduler.core.features.prefix_load import PrefixLoad
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
 from pagewise_scheduler.core.memory.eviction import CostAware
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of
 from pagewise_scheduler.core.tiers.cost_model import Link
+from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_scheduler.core.tiers.hashed import HashedTier
 from pagewise_scheduler.core.tiers.recovery_plan import Offer
 from pagewise_scheduler.core.tiers.tier import Source
@@ -74,6 +76,8 @@ class LoadsAhead:
 
     def __init__(self, scheduler: "Scheduler", policy: CostAware | None) -> None:
         self._scheduler, self._kv, self._policy = scheduler, scheduler.kv, policy
+        kv = scheduler.kv
+        self._groups = LoadsOfGroups(scheduler, kv, policy) if isinstance(kv, GroupedKVCacheManager) else None
         self._wanted: dict[CachedBlock, LoadAhead] = {}
         self._coming: dict[LoadAhead, None] = {}
         self._queue: list[tuple[float, int, LoadAhead]] = []
@@ -86,8 +90,8 @@ class LoadsAhead:
 
     def reachable(self, path: list[CachedBlock]) -> list[CachedBlock]:
         """The beginning of a path that the device has or that can be loaded."""
-        if not path:
-            return path
+        if self._groups is not None or not path:
+            return path[: LoadsOfGroups.num_reachable(path)]
         salt = cache_salt_of(path[0])
         path, start = self._look_up(path, salt)
         offers = self._offers(path, start, salt, _tokens(path))
@@ -151,7 +155,13 @@ class LoadsAhead:
         kv, salt = self._kv, load.table.cache_salt
         path, start = self._look_up(load.path, salt)
         load.path = path
-        if start == len(path) or (load.learned and not self._is_proved(now)):
+        if load.learned and not self._is_proved(now):
+            return False
+        if self._groups is not None:
+            found = self._groups.begin(load, path, step, loads)
+            self._coming |= dict.fromkeys([load] if load.pieces else [])
+            return found
+        if start == len(path):
             return False
         load.tokens = load.tokens or _tokens(path)
         if not (offers := self._offers(path, start, salt, load.tokens)):
@@ -219,7 +229,11 @@ class LoadsAhead:
         if load not in self._coming:
             return
         start, before = load.table.num_known, load.path
+        windows = [one for one in load.pieces if one.group]
         num_bad = load.cache(self._scheduler)
+        is_good = not num_bad and all(one.is_good for one in windows)
+        if self._groups is not None and is_good:
+            self._groups.keep(load.table, windows)
         now_here = [*ancestors(load.table.last_node)][::-1]
         load.path = now_here + before[len(now_here) :]
         for old, node in zip(before[start:], now_here[start:], strict=False):
@@ -235,13 +249,15 @@ class LoadsAhead:
         del self._coming[load]
         if num_bad and isinstance(load.source, HashedTier):
             load.source.forgot(before[end:])
-        if num_bad and self._wanted.get(load.last) is load:
+        if not is_good and self._wanted.get(load.last) is load:
             del self._wanted[load.last]
         self._look_at(load, 0.0)
 
     def _release(self, table: BlockTable) -> None:
         """Release the blocks of a table. That is no use of them, from which the times of their next uses count."""
         used = [(node, node.last_used) for node in ancestors(table.last_node)]
+        if self._groups is not None:
+            self._groups.let_go(table)
         self._kv.free(table, None)
         for node, before in used:
             if node.last_used != before:
@@ -258,7 +274,7 @@ class LoadsAhead:
     def clear(self) -> None:
         """Forget all prefixes: the executor was reset, or is gone."""
         for load in self._coming:
-            self._kv.free(load.table, None)
+            self._release(load.table)
         self._coming.clear()
         self._wanted.clear()
         self._queue.clear()
