@@ -1,7 +1,6 @@
 """Loads of KV ahead of its use: by advice from all tiers, and at learned times."""
 
 import pytest
-from pagewise_scheduler.core.memory.eviction import CostAware
 from pagewise_scheduler.core.tiers.arena import WindowShape
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
@@ -88,17 +87,6 @@ def test_a_prompt_comes_from_another_executor(lost: bool) -> None:
     assert_all_free(clients.scheduler)
 
 
-def test_the_time_that_a_tier_needs_decides_when_a_load_pays() -> None:
-    """The value of a block that displaces others counts from the time at which it can be there."""
-    clients = Clients(costs=Costs(tiers={HOST: CopyCosts(load_block=1e-4)}), num_host_blocks=64)
-    clients.turn(LONG, "a")
-    clients.advise("willneed", "a", seconds=100.0)
-    policy = clients.scheduler.kv.pool.policy
-    assert isinstance(policy, CostAware)
-    node = clients.path(LONG)[-1]
-    assert 0 < policy.uses_from(node, 0.0) < policy.uses_from(node, 80.0)
-
-
 def test_a_load_does_not_count_as_the_use_that_it_expects() -> None:
     clients = Clients(num_host_blocks=16)
     clients.turn(LONG, "a")
@@ -112,36 +100,141 @@ def test_a_load_does_not_count_as_the_use_that_it_expects() -> None:
     assert [node.last_used for node in clients.path(LONG)] == before
 
 
-def away_from_device(clients: Clients) -> None:
-    clients.advise("cold", "a")
-    clients.settle()
-    assert on_device(clients) == 0
-
-
-def learn(clients: Clients, returns: int) -> None:
-    """Let the session return so often a minute after it has called a tool."""
-    for _ in range(returns):
+def learn(clients: Clients, returns: int, **costs: float) -> None:
+    """Let a session return so often a minute after it has called a tool. At last, its KV goes to host memory."""
+    for number in range(returns):
+        clients.now += 60.0 * (number > 0)
         clients.turn(LONG, "a")
         clients.advise("called", "a", tools=("run_tests",))
-        clients.now += 60.0
+    kv = clients.scheduler.kv
+    clients.scheduler.plan.copy(kv.pool.evict_nodes(reversed(clients.path(LONG))))
 
 
-def test_kv_comes_at_the_time_at_which_a_tool_has_returned_before() -> None:
-    clients = Clients(num_host_blocks=64)
+@pytest.mark.parametrize(("block", "absent", "there"), [(1e-4, 50.0, 57.0), (1.5, 30.0, 40.0)])
+def test_kv_comes_when_a_tool_has_returned_before_and_earlier_over_slow_links(
+    block: float, absent: float, there: float
+) -> None:
+    clients = Clients(num_host_blocks=64, costs=Costs(tiers={HOST: CopyCosts(load_block=block)}))
     learn(clients, 40)
-    clients.now -= 60.0
-    away = on_device(clients)
-    nodes = clients.path(LONG)
-    clients.scheduler.plan.copy(clients.scheduler.kv.pool.evict_nodes(reversed(nodes)))
-    clients.turn(prompt(9, 4), "b")
-    assert (away, on_device(clients)) == (12, 0), "the session has just left"
-    clients.now += 30.0
-    clients.turn(prompt(9, 4), "b")
-    assert on_device(clients) == 0
-    clients.now += 27.0
+    left = clients.now
+    for seconds in (0.0, absent):
+        clients.now = left + seconds
+        clients.turn(prompt(9, 4), "b")
+        assert on_device(clients) == 0
+    clients.now = left + there
     assert clients.scheduler.features.are_due(clients.now), "a step is planned for it alone"
     clients.settle()
     assert on_device(clients) == 12
     assert clients.turn([*LONG, 7], "a").num_cached_tokens == 48
     assert clients.advice.counts()["advice_used_blocks"] == 12
     assert_all_free(clients.scheduler)
+
+
+def test_loads_at_learned_times_that_are_in_vain_are_bounded() -> None:
+    """Sessions of a tool that returned after a minute stay away: so many blocks are loaded for them, and no more."""
+    clients = Clients(num_blocks=400, num_host_blocks=400)
+    learn(clients, 40)
+    clients.advice._ahead.forget(clients.path(LONG))
+    for number in range(2, 14):
+        clients.turn(prompt(number, 40), f"s{number}")
+        clients.advise("called", f"s{number}", tools=("run_tests",))
+        clients.scheduler.plan.copy(clients.scheduler.kv.pool.evict_nodes(reversed(clients.path(prompt(number, 40)))))
+    clients.now += 57.0
+    clients.settle()
+    assert 64 <= clients.advice.counts()["advice_loaded_blocks"] <= 64 + 10
+    assert clients.advice.counts()["advice_used_blocks"] == 0
+
+
+def groups(**options: int) -> Clients:
+    clients = Clients(**({"num_pages": 200, "pages": 1, "host_pages": 60} | options), windows=WINDOWS)
+    clients.turn(prompt(1, 20), "a")
+    return clients
+
+
+def test_pins_keep_the_windows_and_states_that_a_sequence_needs() -> None:
+    clients = groups()
+    done = clients.advise("pin", "a", seconds=30.0)
+    assert (done.outcome, done.blocks, done.seconds) == ("accepted", 5, 30.0)
+    evict(clients.scheduler, 200)
+    assert on_device(clients, prompt(1, 20)) == 5
+    again = clients.turn([*prompt(1, 20), 7], "a")
+    assert again.cached_tokens["device"] == 20
+    check_arena(clients.scheduler, lends=True)
+    assert clients.advise("unpin", "a").blocks == 5
+    evict(clients.scheduler, 200)
+    assert on_device(clients, prompt(1, 20)) == 0
+    check_arena(clients.scheduler)
+
+
+def test_a_pin_counts_all_pages_and_ends_where_a_sequence_can_begin() -> None:
+    clients = groups()  # of 200 pages, a key pins 20
+    done = clients.advise("pin", "a")
+    assert done.blocks == 5
+    clients.turn(prompt(2, 90), "b")
+    refused = clients.advise("pin", "b")
+    assert (refused.outcome, refused.reason) == ("refused", "an API key pins at most a tenth of the device")
+    clients.turn([*prompt(2, 90), 7, 7], "b", "other key")
+    assert clients.advise("pin", tokens=pack_int32s(prompt(2, 12))).outcome == "refused", "no windows are there"
+    clients.turn(prompt(3, clients.scheduler.kv.capacity_tokens - 1))  # it fits only without the pinned pages
+    check_arena(clients.scheduler)
+    assert_all_free(clients.scheduler)
+
+
+def test_windows_and_states_go_to_host_memory_and_come_back_ahead_of_their_use() -> None:
+    clients = groups()
+    done = clients.advise("cold", "a")
+    clients.settle()
+    assert (done.outcome, done.blocks) == ("accepted", 5)
+    path = clients.path(prompt(1, 20))
+    assert [node.block for node in path] == [-1] * 5
+    kv = clients.scheduler.kv
+    assert not any(node in group.at for group in kv.windows for node in path)
+    assert kv.can_begin(path[-1])
+    check_arena(clients.scheduler)
+    assert clients.advise("willneed", "a", seconds=5.0).blocks == 5
+    clients.settle()
+    assert kv.can_begin(path[-1], device_only=True)
+    check_arena(clients.scheduler)
+    assert clients.executor.num_windows_loaded > 1
+    again = clients.turn([*prompt(1, 20), 7], "a")
+    assert again.cached_tokens["device"] == again.num_cached_tokens == 20
+    assert clients.advice.counts()["advice_used_blocks"] == 5
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_windows_that_do_not_come_leave_nothing(lost: bool) -> None:
+    clients = groups()
+    clients.advise("cold", "a")
+    clients.settle()
+    clients.advise("willneed", "a", seconds=5.0)
+    if lost:
+        assert clients.scheduler.schedule(clients.now) is not None
+        assert not clients.scheduler.fail(2)
+        clients.executor.reset(2)
+    else:
+        clients.executor.spoilt_windows = set(range(60))
+    clients.settle()
+    path = clients.path(prompt(1, 20))
+    assert not any(clients.scheduler.kv.can_begin(node, device_only=True) for node in path)
+    check_arena(clients.scheduler)
+    assert clients.turn([*prompt(1, 20), 7], "a").num_cached_tokens < 20
+    check_arena(clients.scheduler)
+
+
+@pytest.mark.parametrize("way", ["hint", "willneed", "fork"])
+def test_what_is_predicted_keeps_windows_and_states(way: str) -> None:
+    """Of two sessions, the one that is said to come back soon keeps its last windows and states."""
+    clients = Clients(num_pages=120, pages=1, windows=WINDOWS)
+    kept, lost = prompt(1, 40), prompt(2, 40)
+    clients.turn(kept, "soon", **({"returns_in": 20.0} if way == "hint" else {}))
+    clients.turn(lost, "late", returns_in=1e5)
+    if way != "hint":
+        assert clients.advise(way, "soon", seconds=20.0).outcome == "accepted"
+    clients.now += 1.0
+    clients.turn(prompt(3, 40), "now", returns_in=1.0)
+    kv = clients.scheduler.kv
+    while any(kv.can_begin(node, device_only=True) for node in clients.path(lost)):
+        assert any(kv.can_begin(node, device_only=True) for node in clients.path(kept)[-2:])
+        evict(clients.scheduler, kv.num_free + 1)
+    assert any(kv.can_begin(node, device_only=True) for node in clients.path(kept)[-2:])
+    check_arena(clients.scheduler)

@@ -159,7 +159,7 @@ class LoadsAhead:
             return False
         if self._groups is not None:
             found = self._groups.begin(load, path, step, loads)
-            self._coming |= dict.fromkeys([load] if load.pieces else [])
+            self._asked(load)
             return found
         if start == len(path):
             return False
@@ -175,8 +175,9 @@ class LoadsAhead:
         stop = start + self._num_worth(path[start : start + max(0, most)], path[:start], part.source.link)
         if start < stop:
             load.hold(self._scheduler, path[:start])
-            load.source, self._coming[load] = part.source, None
+            load.source = part.source
             load.ask(self._scheduler, step, loads, part.hold(start, stop))
+            self._asked(load)
         return True
 
     def _look_up(self, path: list[CachedBlock], salt: str | None) -> tuple[list[CachedBlock], int]:
@@ -185,6 +186,12 @@ class LoadsAhead:
         tree = self._kv.pool.tree
         found = tree.walk(tree.root_of(salt), (node.tokens for node in path))
         return found + path[len(found) :], sum(1 for _ in takewhile(lambda node: node.block >= 0, found))
+
+    def _asked(self, load: LoadAhead) -> None:
+        """Blocks of a load may be in flight now."""
+        if load.pieces:
+            self._coming[load] = None
+            self._learned += load.learned * sum(len(one.blocks) for one in load.pieces)
 
     def _offers(self, path: Sequence[CachedBlock], start: int, salt: str | None, tokens: bytes) -> list[Offer]:
         return self._scheduler.recoveries.planner.offers_ahead(path, start, salt, tokens)
@@ -292,7 +299,6 @@ class LoadsAhead:
         if self not in self._kv.watchers:
             self._kv.watchers.append(self)
         self._unused[node] = learned
-        self._learned += learned
         self.num_loaded += 1
 
     def entered(self, node: CachedBlock, tier: int) -> None:
