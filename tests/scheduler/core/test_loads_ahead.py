@@ -226,7 +226,7 @@ def test_what_is_predicted_keeps_windows_and_states(way: str) -> None:
     """Of two sessions, the one that is said to come back soon keeps its last windows and states."""
     clients = Clients(num_pages=120, pages=1, windows=WINDOWS)
     kept, lost = prompt(1, 40), prompt(2, 40)
-    clients.turn(kept, "soon", **({"returns_in": 20.0} if way == "hint" else {}))
+    clients.turn(kept, "soon", returns_in=20.0 if way == "hint" else -1.0)
     clients.turn(lost, "late", returns_in=1e5)
     if way != "hint":
         assert clients.advise(way, "soon", seconds=20.0).outcome == "accepted"

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
 from pagewise_scheduler.core.features.pins import Pins
-from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
 from pagewise_scheduler.core.memory.block_table import BlockTable
+from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
 from pagewise_scheduler.core.memory.eviction_history import ENDED, RequestRef
 from pagewise_scheduler.core.memory.predicted_uses import (
     DOUBTED,
@@ -306,7 +306,7 @@ class Advice(Feature):
         return session.left if session is not None else -1.0, sum(1 for node in path if node.num_tiers)
 
     def _subject(self, advice: "Advise") -> tuple[Session | None, list[CachedBlock]]:
-        """The session that advice is on, if it is on one, and its blocks, the last one first: cached ones and others."""
+        """The session that advice is on, if it is on one, and its blocks, the last one first, cached or not."""
         name = advice.parent if advice.kind == "fork" and advice.parent else advice.session
         if name:
             session = self._sessions.get((advice.key, advice.cache_salt, name))

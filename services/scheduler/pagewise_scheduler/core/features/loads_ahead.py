@@ -71,7 +71,8 @@ class LoadAhead(PrefixLoad):
 class LoadsAhead:
     """The prefixes of one executor that are to be loaded, and their blocks in flight. It is a ``BlockWatcher``.
 
-    ``policy``: None: nothing is wanted, because the policy knows no values. ``num_loaded``: the blocks that were loaded ahead so far. ``num_used``: the ones of these that were used.
+    ``policy``: None: nothing is wanted, because the policy of the device knows no values. ``num_loaded``: the blocks
+    that were loaded ahead so far. ``num_used``: the ones of these that were used.
     """
 
     def __init__(self, scheduler: "Scheduler", policy: CostAware | None) -> None:
@@ -226,9 +227,9 @@ class LoadsAhead:
                 continue
             victims.append(node)
             parent = node.parent  # it may be evicted next
-            if parent is not None and parent.num_on_device == 1 and parent.block >= 0:
-                if not pool.references(parent.block):
-                    heapq.heappush(heap, (value(parent), next(tie), parent))
+            if parent is None or parent.num_on_device > 1 or parent.block < 0 or pool.references(parent.block):
+                continue
+            heapq.heappush(heap, (value(parent), next(tie), parent))
         return victims
 
     def came(self, load: LoadAhead) -> None:

@@ -31,11 +31,11 @@ MARGIN = 64
 class Snapshot:
     """A window at the end of the prefix of ``node``: ``blocks``, of which ``first`` is the number of the first one.
 
-    ``points``: the nodes behind which a sequence can begin with it, ``node`` first. ``kind``, ``last_used``: as of
-    ``CachedBlock``. ``prediction``: of its next use, 0: none. ``since``: the depth of the snapshot before it on the way from the root, from which on everything
-    would be computed again without this one. ``was_used``: some sequence has begun with it. ``tail``: the blocks from
-    it to the end of the prompt that took it; None: that took it elsewhere than near its end. ``entry``, ``looked``,
-    ``before``, ``inherited``: of states, see ``StateQueue``.
+    ``points``: the nodes behind which a sequence can begin with it, ``node`` first. ``kind``, ``last_used``,
+    ``prediction``: as of ``CachedBlock``. ``since``: the depth of the snapshot before it on the way from the root, from
+    which on everything would be computed again without this one. ``was_used``: some sequence has begun with it.
+    ``tail``: the blocks from it to the end of the prompt that took it; None: that took it elsewhere than near its end.
+    ``entry``, ``looked``, ``before``, ``inherited``: of states, see ``StateQueue``.
     """
 
     __slots__ = (
