@@ -173,11 +173,12 @@ class Advice(Feature):
 
     def leave(self, request: Request, last_step: int) -> None:
         session = self._session(request)
-        if session.prediction == ENDED and session.request_id == request.request_id:
-            own = (node for node in own_blocks(session.last, session.number) if node not in self._pins.ends)
-            session_memory.drop_snapshots(self._kv, own)
-        elif session.due >= 0 and session.request_id == request.request_id:
-            own = own_blocks(session.last, session.number)
+        if not self._kv.windows or session.request_id != request.request_id:
+            return
+        own, pinned = own_blocks(session.last, session.number), self._pins.ends
+        if session.prediction == ENDED:
+            session_memory.drop_snapshots(self._kv, (node for node in own if node not in pinned))
+        elif session.due >= 0:
             session_memory.predict_snapshots(self._kv, own, session.prediction, self._tick)
 
     def _session(self, request: Request) -> Session:
