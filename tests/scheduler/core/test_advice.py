@@ -89,7 +89,7 @@ def test_kv_comes_from_host_memory_ahead_of_its_use() -> None:
     assert clients.advise("willneed", "a", seconds=5.0).outcome == "accepted"
     run(clients.scheduler, clients.executor)
     assert all(node.block >= 0 for node in clients.path(prompt(1)))
-    assert clients.advice.counts()["advice_loaded_blocks"] == 4
+    assert clients.scheduler.features.counts()["advice_loaded_blocks"] == 4
     check_states(clients.scheduler.kv.pool)
     assert_all_free(clients.scheduler)
 
@@ -282,7 +282,8 @@ def test_memory_stays_right_whatever_is_advised(options: dict[str, Any]) -> None
             assert all(node.block >= 0 for node in pinned)
             assert all(scheduler.kv.can_begin(node, device_only=True) for node in clients.advice._pins.ends)
         clients.settle()
-        clients.advice.clear()
+        for feature in scheduler.features.in_use:
+            feature.clear()
         assert_all_free(scheduler)
         if scheduler.kv.windows:
             check_arena(scheduler)

@@ -48,7 +48,7 @@ def test_kv_comes_from_the_disk_ahead_of_its_use(num_host_blocks: int) -> None:
     check_states(clients.scheduler.kv.pool)
     assert clients.turn([*LONG, 7, 7], "a").num_cached_tokens == 48
     assert clients.executor.num_recalled == 12 - num_host_blocks
-    counts = clients.advice.counts()
+    counts = clients.scheduler.features.counts()
     assert (counts["advice_loaded_blocks"], counts["advice_used_blocks"]) == (12, 12)
     assert clients.advise("dontneed", "a").outcome == "accepted", "its blocks are still its own"
     assert_all_free(clients.scheduler)
@@ -126,7 +126,7 @@ def test_kv_comes_when_a_tool_has_returned_before_and_earlier_over_slow_links(
     clients.settle()
     assert on_device(clients) == 12
     assert clients.turn([*LONG, 7], "a").num_cached_tokens == 48
-    assert clients.advice.counts()["advice_used_blocks"] == 12
+    assert clients.scheduler.features.counts()["advice_used_blocks"] == 12
     assert_all_free(clients.scheduler)
 
 
@@ -134,15 +134,15 @@ def test_loads_at_learned_times_that_are_in_vain_are_bounded() -> None:
     """Sessions of a tool that returned after a minute stay away: so many blocks are loaded for them, and no more."""
     clients = Clients(num_blocks=400, num_host_blocks=400)
     learn(clients, 40)
-    clients.advice._ahead.forget(clients.path(LONG))
+    clients.scheduler.features.loads_ahead.forget(clients.path(LONG))
     for number in range(2, 14):
         clients.turn(prompt(number, 40), f"s{number}")
         clients.advise("called", f"s{number}", tools=("run_tests",))
         clients.scheduler.plan.copy(clients.scheduler.kv.pool.evict_nodes(reversed(clients.path(prompt(number, 40)))))
     clients.now += 57.0
     clients.settle()
-    assert 64 <= clients.advice.counts()["advice_loaded_blocks"] <= 64 + 10
-    assert clients.advice.counts()["advice_used_blocks"] == 0
+    assert 64 <= clients.scheduler.features.counts()["advice_loaded_blocks"] <= 64 + 10
+    assert clients.scheduler.features.counts()["advice_used_blocks"] == 0
 
 
 def groups(**options: int) -> Clients:
@@ -198,7 +198,7 @@ def test_windows_and_states_go_to_host_memory_and_come_back_ahead_of_their_use()
     assert clients.executor.num_windows_loaded > 1
     again = clients.turn([*prompt(1, 20), 7], "a")
     assert again.cached_tokens["device"] == again.num_cached_tokens == 20
-    assert clients.advice.counts()["advice_used_blocks"] == 5
+    assert clients.scheduler.features.counts()["advice_used_blocks"] == 5
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -9,14 +9,12 @@ end releases them. What is learned counts for blocks of full layers alone: snaps
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pagewise_scheduler.core.features.feature import Feature
-from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
 from pagewise_scheduler.core.features.pins import Pins
-from pagewise_scheduler.core.memory.block_table import BlockTable
 from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
 from pagewise_scheduler.core.memory.eviction_history import ENDED, RequestRef
 from pagewise_scheduler.core.memory.predicted_uses import (
@@ -32,7 +30,6 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, b
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers import session_memory
 from pagewise_scheduler.core.tiers.tier import BlockCopy
-from pagewise_scheduler.core.tiers.transfers import Loads
 
 if TYPE_CHECKING:
     from pagewise_shared.protocol import Advise
@@ -121,7 +118,7 @@ class Advice(Feature):
         self._num_sessions = 0
         self._trust: dict[str, Trust] = {}
         self._pins = Pins(self._kv)
-        self._ahead = LoadsAhead(scheduler, self._policy)
+        self._ahead = scheduler.features.loads_ahead
         self._watched, self._demotes = 0.0, False
         self.outcomes = {"accepted": 0, "clipped": 0, "refused": 0}
         self.num_kept = self.num_broken = 0
@@ -251,19 +248,6 @@ class Advice(Feature):
                 if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
 
-    def add_to_plan(self, step: int, budget: int, loads: Loads) -> int:
-        self._ahead.ask(step, loads, self._now)
-        return 0
-
-    def is_due(self, now: float) -> bool:
-        return self._ahead.is_due(now)
-
-    def coming(self) -> Iterable[tuple[BlockTable, bytes]]:
-        return self._ahead.coming()
-
-    def peer_lost(self, peer: str) -> None:
-        self._ahead.peer_lost(peer)
-
     def wants_step(self) -> bool:
         return self._demotes and self.scheduler.has_unsent_demotions
 
@@ -278,13 +262,11 @@ class Advice(Feature):
 
     def clear(self) -> None:
         self._pins.release_all()
-        self._ahead.clear()
         self._sessions.clear()
         self._keys.clear()
 
     def counts(self) -> dict[str, int]:
         counts = {f"advice_{outcome}": count for outcome, count in self.outcomes.items()}
-        counts |= {"advice_loaded_blocks": self._ahead.num_loaded, "advice_used_blocks": self._ahead.num_used}
         return counts | {"hints_kept": self.num_kept, "hints_broken": self.num_broken}
 
     # ---- advice --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from pagewise_shared.protocol import DEVICE
 
+from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.loads_of_groups import LoadsOfGroups
 from pagewise_scheduler.core.features.prefix_load import PrefixLoad
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
@@ -68,17 +69,18 @@ class LoadAhead(PrefixLoad):
         self.ahead.came(self)
 
 
-class LoadsAhead:
+class LoadsAhead(Feature):
     """The prefixes of one executor that are to be loaded, and their blocks in flight. It is a ``BlockWatcher``.
 
-    ``policy``: None: nothing is wanted, because the policy of the device knows no values. ``num_loaded``: the blocks
-    that were loaded ahead so far. ``num_used``: the ones of these that were used.
+    ``num_loaded``: the blocks that were loaded ahead so far. ``num_used``: the ones of these that were used.
     """
 
-    def __init__(self, scheduler: "Scheduler", policy: CostAware | None) -> None:
-        self._scheduler, self._kv, self._policy = scheduler, scheduler.kv, policy
+    def __init__(self, scheduler: "Scheduler") -> None:
+        super().__init__(scheduler)
+        self._kv, policy = scheduler.kv, scheduler.kv.pool.policy
+        self._policy = policy if isinstance(policy, CostAware) else None
         kv = scheduler.kv
-        self._groups = LoadsOfGroups(scheduler, kv, policy) if isinstance(kv, GroupedKVCacheManager) else None
+        self._groups = LoadsOfGroups(scheduler, kv, self._policy) if isinstance(kv, GroupedKVCacheManager) else None
         self._wanted: dict[CachedBlock, LoadAhead] = {}
         self._coming: dict[LoadAhead, None] = {}
         self._queue: list[tuple[float, int, LoadAhead]] = []
@@ -117,7 +119,7 @@ class LoadsAhead:
         table = self._kv.new_table(salt, path[-1].cached_by)
         load = LoadAhead(table, ahead=self, path=path, last=path[-1], until=until, holder=holder, learned=learned)
         self._wanted[load.last] = load
-        slowest = max((one.load.seconds(len(path)) for one in self._scheduler.costs.tiers.values()), default=0.0)
+        slowest = max((one.load.seconds(len(path)) for one in self.scheduler.costs.tiers.values()), default=0.0)
         self._look_at(load, due - slowest if learned else 0.0)
 
     def forget(self, nodes: Iterable[CachedBlock]) -> None:
@@ -129,18 +131,15 @@ class LoadsAhead:
         heapq.heappush(self._queue, (time, next(self._tie), load))
 
     def is_due(self, now: float) -> bool:
-        """Whether a prefix is to be looked at now."""
         return bool(self._queue) and self._queue[0][0] <= now
 
     def coming(self) -> Iterable[tuple[BlockTable, bytes]]:
-        """The block tables whose next blocks are in flight, with their tokens."""
         return ((load.table, load.tokens) for load in self._coming)
 
     # ---- loading -------------------------------------------------------------------------------------
 
-    def ask(self, step: int, loads: Loads, now: float) -> None:
-        """Let the plan of ``step`` bring what pays now."""
-        due: list[LoadAhead] = []
+    def add_to_plan(self, step: int, budget: int, loads: Loads) -> int:
+        now, due = self._kv.eviction_history.now, list[LoadAhead]()
         while self.is_due(now):
             due.append(heapq.heappop(self._queue)[2])
         for load in due:
@@ -150,6 +149,7 @@ class LoadsAhead:
                 del self._wanted[load.last]
             elif not load.pieces:
                 self._look_at(load, now + _BETWEEN_LOOKS)
+        return 0
 
     def _load(self, load: LoadAhead, step: int, loads: Loads, now: float) -> bool:
         """Ask for the next blocks of a prefix if they pay; False: none is missing, or nothing has the next one."""
@@ -168,16 +168,16 @@ class LoadsAhead:
         if not (offers := self._offers(path, start, salt, load.tokens)):
             return any(tier.holds(path[start]) for tier in kv.hashed.values())  # its copy to there is under way
         # Holding the blocks before them takes blocks that were available.
-        room = self._scheduler.prefilling.num_spare(len(self._scheduler.decoding))
+        room = self.scheduler.prefilling.num_spare(len(self.scheduler.decoding))
         room -= kv.num_taken(CachedPrefix(path[:start], -1, 0, start * kv.block_size), start * kv.block_size)
         part = offers[0]
         most = _FAR_BLOCKS if part.source.is_far else _PIECE_BLOCKS
         most = min(part.stop - start, most, _MOST_LOADING - part.source.link.num_loading, room)
         stop = start + self._num_worth(path[start : start + max(0, most)], path[:start], part.source.link)
         if start < stop:
-            load.hold(self._scheduler, path[:start])
+            load.hold(self.scheduler, path[:start])
             load.source = part.source
-            load.ask(self._scheduler, step, loads, part.hold(start, stop))
+            load.ask(self.scheduler, step, loads, part.hold(start, stop))
             self._asked(load)
         return True
 
@@ -195,14 +195,14 @@ class LoadsAhead:
             self._learned += load.learned * sum(len(one.blocks) for one in load.pieces)
 
     def _offers(self, path: Sequence[CachedBlock], start: int, salt: str | None, tokens: bytes) -> list[Offer]:
-        return self._scheduler.recoveries.planner.offers_ahead(path, start, salt, tokens)
+        return self.scheduler.recoveries.planner.offers_ahead(path, start, salt, tokens)
 
     def _num_worth(self, nodes: Sequence[CachedBlock], before: Sequence[CachedBlock], link: Link) -> int:
         """How many of ``nodes``, from the first one on, are worth more on the device than the blocks that give way.
 
         ``before``: the blocks before them, which stay. ``link``: brings them.
         """
-        free, policy, costs = self._kv.num_free, self._policy, self._scheduler.costs
+        free, policy, costs = self._kv.num_free, self._policy, self.scheduler.costs
         assert policy is not None
         seconds = link.seconds(len(nodes), link.num_loading)
         victims = self._victims(len(nodes) - free, set(before[-1:])) if len(nodes) > free else []
@@ -238,7 +238,7 @@ class LoadsAhead:
             return
         start, before = load.table.num_known, load.path
         windows = [one for one in load.pieces if one.group]
-        num_bad = load.cache(self._scheduler)
+        num_bad = load.cache(self.scheduler)
         is_good = not num_bad and all(one.is_good for one in windows)
         if self._groups is not None and is_good:
             self._groups.keep(load.table, windows)
@@ -274,18 +274,19 @@ class LoadsAhead:
                     tier.offer(node)
 
     def peer_lost(self, peer: str) -> None:
-        """The executor with the block endpoint ``peer`` is gone."""
         for load in self._coming:
             if load.source is not None and load.source.peer == peer:
                 load.stopped = True
 
     def clear(self) -> None:
-        """Forget all prefixes: the executor was reset, or is gone."""
         for load in self._coming:
             self._release(load.table)
         self._coming.clear()
         self._wanted.clear()
         self._queue.clear()
+
+    def counts(self) -> dict[str, int]:
+        return {"advice_loaded_blocks": self.num_loaded, "advice_used_blocks": self.num_used}
 
     # ---- what came of it -----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.features.drafts import Drafting
     from pagewise_scheduler.core.features.fair_shares import FairShares
     from pagewise_scheduler.core.features.grammars import CompiledGrammars
+    from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
     from pagewise_scheduler.core.features.prefetches import Prefetches
     from pagewise_scheduler.core.features.segments import Segments
     from pagewise_scheduler.core.features.write_back import WriteBack
@@ -52,6 +53,7 @@ class Features:
     drafts: "Drafting"
     fair_shares: "FairShares"
     grammars: "CompiledGrammars"
+    loads_ahead: "LoadsAhead"
     prefetches: "Prefetches"
     segments: "Segments"
     write_back: "WriteBack"
