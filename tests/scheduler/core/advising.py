@@ -1,12 +1,14 @@
 """Clients that send turns of sessions and advice to a scheduler, whose executor checks every read and write."""
 
+from itertools import takewhile
 from typing import Any
 
 from pagewise_scheduler.core.features.advice import Advice, Outcome
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys, hash_chain
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
-from pagewise_shared.protocol import Advise, ReuseHints, pack_int32s
+from pagewise_shared.block_hash import BlockHash
+from pagewise_shared.protocol import Advise, Found, LookUp, ReuseHints, pack_int32s
 
 from tests.core_requests import change
 from tests.scheduler.core.arenas import create
@@ -41,9 +43,19 @@ class Clients:
         while (plan := self.scheduler.schedule(self.now)) is not None or copied:
             if plan is not None:
                 self.scheduler.update(self.executor.execute(plan))
+            for question in self.scheduler.features.messages(self.now):
+                assert isinstance(question, LookUp)
+                self.scheduler.features.take(self.found(question), self.now)
+                copied = True
             copied = bool(messages := self.executor.finish_copies())
             for message in messages:
                 self.scheduler.copied(message)
+
+    def found(self, question: LookUp) -> Found:
+        """The answer of the executor, which has a disk."""
+        names = hash_chain(BlockHash(question.root), question.tokens, 4 * self.scheduler.kv.block_size)
+        count = sum(1 for _ in takewhile(lambda name: name in self.executor.storage, names))
+        return Found(question.epoch, question.number, count)
 
     def advise(self, kind: Any, session: str = "", key: str = "", **fields: Any) -> Outcome:
         return self.advice.advise(Advise(1, 1, kind, key=key, session=session, **fields), self.now)

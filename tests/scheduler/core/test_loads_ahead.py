@@ -66,6 +66,19 @@ def test_a_disk_that_has_lost_a_block_gives_the_blocks_before_it() -> None:
     assert_all_free(clients.scheduler)
 
 
+@pytest.mark.parametrize("num_stored", [0, 7, 12])
+def test_a_prompt_that_others_have_written_is_looked_up(num_stored: int) -> None:
+    first, clients = with_disk(), Clients(hashed={DISK: "a disk"})
+    clients.executor.storage = dict(list(first.executor.storage.items())[:num_stored])
+    assert clients.advise("willneed", tokens=pack_int32s(LONG), seconds=5.0).outcome == "accepted"
+    clients.settle()
+    assert on_device(clients) == clients.executor.num_recalled == num_stored
+    assert clients.turn([*LONG, 7, 7], "a").num_cached_tokens == 4 * num_stored
+    assert clients.advise("dontneed", "a").outcome == "accepted"
+    check_states(clients.scheduler.kv.pool)
+    assert_all_free(clients.scheduler)
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_prompt_comes_from_another_executor(lost: bool) -> None:
     holder, clients = Clients(), Clients()

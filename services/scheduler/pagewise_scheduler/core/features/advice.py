@@ -275,8 +275,10 @@ class Advice(Feature):
         """Follow advice of a client as far as this executor has the KV. ``now``: seconds."""
         self._kv.eviction_history.now = now
         session, path = self._subject(advice)
-        here = [node for node in path if node.num_tiers]
-        path = self._ahead.reachable(path[::-1])[::-1] if advice.kind == "willneed" else here
+        if advice.kind != "willneed":
+            path = [node for node in path if node.num_tiers]
+        elif session is not None or not self._ahead.may_be_stored(advice.cache_salt):
+            path = self._ahead.reachable(path[::-1])[::-1]
         if not path:
             return Outcome("refused", "nothing of it is cached", found=False)
         outcome = self._follow(advice, session, path)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Protocol
 
-from pagewise_shared.protocol import DEVICE
+from pagewise_shared.protocol import DEVICE, Found, LookUp, Message
 
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.loads_of_groups import LoadsOfGroups
@@ -36,7 +36,9 @@ _PIECE_BLOCKS, _FAR_BLOCKS, _MOST_LOADING = 256, 128, 512
 """The most blocks of one prefix that one step asks for, the same from far tiers, and the most in flight of one link."""
 _BETWEEN_LOOKS = 0.25
 """The seconds after which it is looked at again whether a load pays."""
-_MOST_WANTED = 4096
+_MOST_WANTED, _MOST_PROMPTS, _MOST_QUESTIONS = 1024, 64, 64
+"""Prefixes that are wanted at the same time, and the ones of these that are prompts, of which nodes may be detached. Of
+more, the oldest are forgotten. Beyond so many questions without an answer, none are asked."""
 _LEAST_UNPROVED, _UNPROVED_SHARE, _PROOF_SECONDS = 64, 0.02, 600.0
 """Learned times may load so many blocks, or this part of the device, more than twice the used ones; after the seconds,
 all of them count half."""
@@ -55,6 +57,7 @@ class LoadAhead(PrefixLoad):
     ``path``: its blocks from the first one on. The prefix tree may not have the last ones: these are detached nodes,
     with the tokens and the predictions. ``last``: its last node at first. ``holder``: whose end it is, if it is a
     session's. ``until``: when to give up, in seconds. ``learned``: its time is learned. ``source``: of the last load.
+    ``num_asked``: questions to tiers without ids that are not answered.
     """
 
     ahead: "LoadsAhead"
@@ -64,6 +67,7 @@ class LoadAhead(PrefixLoad):
     holder: HasLast | None = None
     learned: bool = False
     source: Source | None = None
+    num_asked: int = 0
 
     def arrived(self) -> None:
         self.ahead.came(self)
@@ -82,9 +86,12 @@ class LoadsAhead(Feature):
         kv = scheduler.kv
         self._groups = LoadsOfGroups(scheduler, kv, self._policy) if isinstance(kv, GroupedKVCacheManager) else None
         self._wanted: dict[CachedBlock, LoadAhead] = {}
+        self._prompts: dict[CachedBlock, LoadAhead] = {}
         self._coming: dict[LoadAhead, None] = {}
         self._queue: list[tuple[float, int, LoadAhead]] = []
-        self._tie = count()
+        self._tie, self._numbers = count(), count(-1, -1)
+        self._questions: dict[int, tuple[LoadAhead, HashedTier]] = {}
+        self._unsent: list[LookUp] = []
         self.num_loaded = self.num_used = 0
         self._unused: dict[CachedBlock, bool] = {}  # loaded, and not used yet: whether at a learned time
         self._learned = self._learned_used = self._halved = 0.0
@@ -96,7 +103,7 @@ class LoadsAhead(Feature):
         if self._groups is not None or not path:
             return path[: LoadsOfGroups.num_reachable(path)]
         salt = cache_salt_of(path[0])
-        path, start = self._look_up(path, salt)
+        path, start = self._walk(path, salt)
         offers = self._offers(path, start, salt, _tokens(path))
         return path[: offers[-1].stop if offers else start]
 
@@ -114,18 +121,29 @@ class LoadsAhead(Feature):
 
         ``due``: their next use is expected then; ``until``: when to give up; both in seconds.
         """
-        if len(self._wanted) >= _MOST_WANTED or not path:
+        if not path:
             return
+        for others, most in ((self._wanted, _MOST_WANTED), (self._prompts, _MOST_PROMPTS)):
+            if len(others) >= most:
+                self._drop(next(iter(others.values())))
         table = self._kv.new_table(salt, path[-1].cached_by)
         load = LoadAhead(table, ahead=self, path=path, last=path[-1], until=until, holder=holder, learned=learned)
         self._wanted[load.last] = load
+        if holder is None:
+            self._prompts[load.last] = load
+            self._look_up(load)
         slowest = max((one.load.seconds(len(path)) for one in self.scheduler.costs.tiers.values()), default=0.0)
         self._look_at(load, due - slowest if learned else 0.0)
 
     def forget(self, nodes: Iterable[CachedBlock]) -> None:
         """Load no further blocks of the prefixes that end with one of ``nodes``."""
         for node in nodes:
-            self._wanted.pop(node, None)
+            if (load := self._wanted.get(node)) is not None:
+                self._drop(load)
+
+    def _drop(self, load: LoadAhead) -> None:
+        del self._wanted[load.last]
+        self._prompts.pop(load.last, None)
 
     def _look_at(self, load: LoadAhead, time: float) -> None:
         heapq.heappush(self._queue, (time, next(self._tie), load))
@@ -135,6 +153,38 @@ class LoadsAhead(Feature):
 
     def coming(self) -> Iterable[tuple[BlockTable, bytes]]:
         return ((load.table, load.tokens) for load in self._coming)
+
+    # ---- prompts in tiers without ids ----------------------------------------------------------------
+
+    def may_be_stored(self, salt: str | None) -> bool:
+        """Whether a prompt with a cache salt may be looked up in tiers without ids."""
+        return self._groups is None and any(self._may_be_in(tier, salt) for tier in self._kv.hashed.values())
+
+    def _may_be_in(self, tier: HashedTier, salt: str | None) -> bool:
+        return not tier.link.rests and tier.may_have(salt) and len(self._questions) < _MOST_QUESTIONS
+
+    def _look_up(self, load: LoadAhead) -> None:
+        """Ask how much of a prompt tiers without ids have: others may have written it."""
+        salt, tokens, epoch = load.table.cache_salt, _tokens(load.path), self.scheduler.epoch
+        for tier in self._kv.hashed.values() if self._groups is None else ():
+            if self._may_be_in(tier, salt):
+                number = next(self._numbers)  # those of look-ups for requests are positive
+                self._questions[number] = load, tier
+                load.num_asked += 1
+                root = self._kv.pool.tree.root_hash(salt)
+                self._unsent.append(LookUp(epoch, number, tier.number, root, tokens))
+
+    def messages(self, now: float) -> list[Message]:
+        unsent, self._unsent = self._unsent, []
+        return [*unsent]
+
+    def take(self, message: Message, now: float) -> tuple[()]:
+        if isinstance(message, Found) and message.number in self._questions:
+            load, tier = self._questions.pop(message.number)
+            load.num_asked -= 1
+            tier.found(load.path[: max(0, message.num_blocks)])
+            self._look_at(load, 0.0)
+        return ()
 
     # ---- loading -------------------------------------------------------------------------------------
 
@@ -146,7 +196,7 @@ class LoadsAhead(Feature):
             if self._wanted.get(load.last) is not load:
                 continue
             if load.stopped or load.until < now or not self._load(load, step, loads, now):
-                del self._wanted[load.last]
+                self._drop(load)
             elif not load.pieces:
                 self._look_at(load, now + _BETWEEN_LOOKS)
         return 0
@@ -154,7 +204,7 @@ class LoadsAhead(Feature):
     def _load(self, load: LoadAhead, step: int, loads: Loads, now: float) -> bool:
         """Ask for the next blocks of a prefix if they pay; False: none is missing, or nothing has the next one."""
         kv, salt = self._kv, load.table.cache_salt
-        path, start = self._look_up(load.path, salt)
+        path, start = self._walk(load.path, salt)
         load.path = path
         if load.learned and not self._is_proved(now):
             return False
@@ -166,7 +216,8 @@ class LoadsAhead(Feature):
             return False
         load.tokens = load.tokens or _tokens(path)
         if not (offers := self._offers(path, start, salt, load.tokens)):
-            return any(tier.holds(path[start]) for tier in kv.hashed.values())  # its copy to there is under way
+            # Its copy to there is under way, or an answer is.
+            return load.num_asked > 0 or any(tier.holds(path[start]) for tier in kv.hashed.values())
         # Holding the blocks before them takes blocks that were available.
         room = self.scheduler.prefilling.num_spare(len(self.scheduler.decoding))
         room -= kv.num_taken(CachedPrefix(path[:start], -1, 0, start * kv.block_size), start * kv.block_size)
@@ -181,7 +232,7 @@ class LoadsAhead(Feature):
             self._asked(load)
         return True
 
-    def _look_up(self, path: list[CachedBlock], salt: str | None) -> tuple[list[CachedBlock], int]:
+    def _walk(self, path: list[CachedBlock], salt: str | None) -> tuple[list[CachedBlock], int]:
         """The path with the nodes that the prefix tree has now, and how many of them, from the first one on, are on the
         device."""
         tree = self._kv.pool.tree
@@ -258,7 +309,7 @@ class LoadsAhead(Feature):
         if num_bad and isinstance(load.source, HashedTier):
             load.source.forgot(before[end:])
         if not is_good and self._wanted.get(load.last) is load:
-            del self._wanted[load.last]
+            self._drop(load)
         self._look_at(load, 0.0)
 
     def _release(self, table: BlockTable) -> None:
@@ -281,9 +332,10 @@ class LoadsAhead(Feature):
     def clear(self) -> None:
         for load in self._coming:
             self._release(load.table)
-        self._coming.clear()
-        self._wanted.clear()
+        for kept in (self._coming, self._wanted, self._prompts, self._questions):
+            kept.clear()
         self._queue.clear()
+        self._unsent.clear()
 
     def counts(self) -> dict[str, int]:
         return {"advice_loaded_blocks": self.num_loaded, "advice_used_blocks": self.num_used}
