@@ -123,9 +123,10 @@ class LoadsAhead(Feature):
         """
         if not path:
             return
-        for others, most in ((self._wanted, _MOST_WANTED), (self._prompts, _MOST_PROMPTS)):
-            if len(others) >= most:
-                self._drop(next(iter(others.values())))
+        if holder is None and len(self._prompts) >= _MOST_PROMPTS:
+            self._drop(next(iter(self._prompts.values())))
+        if len(self._wanted) >= _MOST_WANTED:
+            self._drop(next(iter(self._wanted.values())))
         table = self._kv.new_table(salt, path[-1].cached_by)
         load = LoadAhead(table, ahead=self, path=path, last=path[-1], until=until, holder=holder, learned=learned)
         self._wanted[load.last] = load
@@ -144,8 +145,13 @@ class LoadsAhead(Feature):
     def _drop(self, load: LoadAhead) -> None:
         del self._wanted[load.last]
         self._prompts.pop(load.last, None)
+        if load not in self._coming:
+            load.path = []  # the queue has it until its time
 
     def _look_at(self, load: LoadAhead, time: float) -> None:
+        if len(self._queue) > 4 * _MOST_WANTED:
+            self._queue = [one for one in self._queue if self._wanted.get(one[2].last) is one[2]]
+            heapq.heapify(self._queue)
         heapq.heappush(self._queue, (time, next(self._tie), load))
 
     def is_due(self, now: float) -> bool:
