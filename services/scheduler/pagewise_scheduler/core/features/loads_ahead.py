@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Protocol
 
-from pagewise_shared.protocol import DEVICE, Found, LookUp, Message
+from pagewise_shared.protocol import Found, LookUp, Message
 
 from pagewise_scheduler.core.features.feature import Feature
+from pagewise_scheduler.core.features.loaded_blocks import LoadedBlocks
 from pagewise_scheduler.core.features.loads_of_groups import LoadsOfGroups
 from pagewise_scheduler.core.features.prefix_load import PrefixLoad
 from pagewise_scheduler.core.memory.block_table import BlockTable, CachedPrefix
@@ -39,9 +40,6 @@ _BETWEEN_LOOKS = 0.25
 _MOST_WANTED, _MOST_PROMPTS, _MOST_QUESTIONS = 1024, 64, 64
 """Prefixes that are wanted at the same time, and the ones of these that are prompts, of which nodes may be detached. Of
 more, the oldest are forgotten. Beyond so many questions without an answer, none are asked."""
-_LEAST_UNPROVED, _UNPROVED_SHARE, _PROOF_SECONDS = 64, 0.02, 600.0
-"""Learned times may load so many blocks, or this part of the device, more than twice the used ones; after the seconds,
-all of them count half."""
 
 
 class HasLast(Protocol):
@@ -74,10 +72,7 @@ class LoadAhead(PrefixLoad):
 
 
 class LoadsAhead(Feature):
-    """The prefixes of one executor that are to be loaded, and their blocks in flight. It is a ``BlockWatcher``.
-
-    ``num_loaded``: the blocks that were loaded ahead so far. ``num_used``: the ones of these that were used.
-    """
+    """The prefixes of one executor that are to be loaded, and their blocks in flight."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         super().__init__(scheduler)
@@ -92,9 +87,7 @@ class LoadsAhead(Feature):
         self._tie, self._numbers = count(), count(-1, -1)
         self._questions: dict[int, tuple[LoadAhead, HashedTier]] = {}
         self._unsent: list[LookUp] = []
-        self.num_loaded = self.num_used = 0
-        self._unused: dict[CachedBlock, bool] = {}  # loaded, and not used yet: whether at a learned time
-        self._learned = self._learned_used = self._halved = 0.0
+        self._loaded = LoadedBlocks()
 
     # ---- what is wanted ------------------------------------------------------------------------------
 
@@ -212,7 +205,7 @@ class LoadsAhead(Feature):
         kv, salt = self._kv, load.table.cache_salt
         path, start = self._walk(load.path, salt)
         load.path = path
-        if load.learned and not self._is_proved(now):
+        if load.learned and not self._loaded.is_proved(now, kv.pool.num_blocks):
             return False
         if self._groups is not None:
             found = self._groups.begin(load, path, step, loads)
@@ -249,7 +242,9 @@ class LoadsAhead(Feature):
         """Blocks of a load may be in flight now."""
         if load.pieces:
             self._coming[load] = None
-            self._learned += load.learned * sum(len(one.blocks) for one in load.pieces)
+            if self._loaded not in self._kv.watchers:
+                self._kv.watchers.append(self._loaded)
+            self._loaded.asked(load.learned * sum(len(one.blocks) for one in load.pieces))
 
     def _offers(self, path: Sequence[CachedBlock], start: int, salt: str | None, tokens: bytes) -> list[Offer]:
         return self.scheduler.recoveries.planner.offers_ahead(path, start, salt, tokens)
@@ -304,7 +299,7 @@ class LoadsAhead(Feature):
         for old, node in zip(before[start:], now_here[start:], strict=False):
             if node is not old:
                 _inherit(node, old)
-            self._loaded(node, learned=load.learned)
+            self._loaded.came(node, learned=load.learned)
         end = len(now_here)
         if end < len(before) and not before[end].num_tiers and end and now_here[-1] is not before[end - 1]:
             before[end].parent = now_here[-1]  # the rest of a detached path, whose beginning is cached again
@@ -344,40 +339,7 @@ class LoadsAhead(Feature):
         self._unsent.clear()
 
     def counts(self) -> dict[str, int]:
-        return {"advice_loaded_blocks": self.num_loaded, "advice_used_blocks": self.num_used}
-
-    # ---- what came of it -----------------------------------------------------------------------------
-
-    def _is_proved(self, now: float) -> bool:
-        """Whether enough of the blocks that were loaded at learned times have been used."""
-        if now - self._halved > _PROOF_SECONDS:
-            self._halved, self._learned, self._learned_used = now, self._learned / 2, self._learned_used / 2
-        unproved = max(_LEAST_UNPROVED, _UNPROVED_SHARE * self._kv.pool.num_blocks)
-        return self._learned <= 2 * self._learned_used + unproved
-
-    def _loaded(self, node: CachedBlock, *, learned: bool) -> None:
-        if self not in self._kv.watchers:
-            self._kv.watchers.append(self)
-        self._unused[node] = learned
-        self.num_loaded += 1
-
-    def entered(self, node: CachedBlock, tier: int) -> None:
-        """Do nothing."""
-
-    def left(self, node: CachedBlock, tier: int) -> None:
-        """A block that leaves the device was not used."""
-        if tier == DEVICE:
-            self._unused.pop(node, None)
-
-    def used(self, nodes: Sequence[CachedBlock]) -> None:
-        """Count the blocks that were loaded ahead."""
-        for node in self._unused.keys() & nodes:
-            self._learned_used += self._unused.pop(node)
-            self.num_used += 1
-
-    def all_gone(self) -> None:
-        """None of them will be used."""
-        self._unused.clear()
+        return {"advice_loaded_blocks": self._loaded.num_loaded, "advice_used_blocks": self._loaded.num_used}
 
 
 def _tokens(path: Iterable[CachedBlock]) -> bytes:
