@@ -250,13 +250,14 @@ def test_a_session_comes_back_to_the_device_ahead_of_its_next_turn(server: Serve
             time.sleep(0.05)
         return server.metric(name) > before
 
-    answer = post(server, PROMPTS[3], session_id="away")
+    prompt = "# away\n" + PROMPTS[3]
+    answer = post(server, prompt, session_id="away")
     loaded, used = (server.metric(name) for name in ("advice_loaded_blocks_total", "advice_used_blocks_total"))
     for verb in ("cold", "prefetch"):
         told = command(server, "cache", verb, "away")
         assert told.stdout.startswith("away: accepted,"), told.stderr + told.stdout
     assert grown("advice_loaded_blocks_total", loaded)
-    again = post(server, PROMPTS[3] + answer["choices"][0]["text"] + " and then", session_id="away")
+    again = post(server, prompt + answer["choices"][0]["text"] + " and then", session_id="away")
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
     assert grown("advice_used_blocks_total", used)
 

@@ -192,7 +192,7 @@ class LoadsAhead(Feature):
         while self.is_due(now):
             due.append(heapq.heappop(self._queue)[2])
         for load in due:
-            if self._wanted.get(load.last) is not load:
+            if self._wanted.get(load.last) is not load or load in self._coming:
                 continue
             if load.stopped or load.until < now or not self._load(load, step, loads, now):
                 self._drop(load)
