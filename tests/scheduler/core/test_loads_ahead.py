@@ -1,10 +1,15 @@
 """Loads of KV ahead of its use: by advice from all tiers, and at learned times."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from pagewise_scheduler.core.tiers.arena import WindowShape
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
-from pagewise_shared.protocol import DISK, HOST, pack_int32s
+from pagewise_scheduler.server.advice import advise
+from pagewise_shared.protocol import DISK, HOST, Advise, pack_int32s
 
 from tests.scheduler.core.advising import Clients, prompt
 from tests.scheduler.core.arenas import check_arena
@@ -98,6 +103,22 @@ def test_a_prompt_comes_from_another_executor(lost: bool) -> None:
     assert clients.turn([*LONG, 7, 7], "a").num_cached_tokens == (0 if lost else 48)
     check_states(clients.scheduler.kv.pool)
     assert_all_free(clients.scheduler)
+
+
+def test_of_several_executors_the_one_of_the_last_turn_loads() -> None:
+    first, last = Clients(num_host_blocks=16), Clients(num_host_blocks=16)
+    for number, clients in enumerate((first, last, first), 1):
+        clients.now = 10.0 * number
+        clients.turn(LONG, "a")
+    for clients in (first, last):
+        clients.advise("cold", "a")
+        clients.settle()
+    handles: Any = [SimpleNamespace(scheduler=one.scheduler, touch=lambda: None) for one in (last, first)]
+    told = advise(Advise(7, 1, "willneed", session="a", seconds=5.0), handles, nullcontext)
+    assert (told.outcome, told.blocks, told.tokens) == ("accepted", 12, 48)
+    for clients in (first, last):
+        clients.settle()
+    assert (on_device(first), on_device(last)) == (12, 0)
 
 
 def test_a_load_does_not_count_as_the_use_that_it_expects() -> None:
