@@ -243,6 +243,25 @@ def test_a_session_ends(server: Served) -> None:
     assert (unknown.returncode, unknown.stdout) == (1, "s-2: refused: nothing of it is cached\n")
 
 
+def test_a_session_comes_back_to_the_device_ahead_of_its_next_turn(server: Served) -> None:
+    def grown(name: str, before: float) -> bool:
+        deadline = time.monotonic() + 60
+        while server.metric(name) <= before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return server.metric(name) > before
+
+    prompt = "# away\n" + PROMPTS[3]
+    answer = post(server, prompt, session_id="away")
+    loaded, used = (server.metric(name) for name in ("advice_loaded_blocks_total", "advice_used_blocks_total"))
+    for verb in ("cold", "prefetch"):
+        told = command(server, "cache", verb, "away")
+        assert told.stdout.startswith("away: accepted,"), told.stderr + told.stdout
+    assert grown("advice_loaded_blocks_total", loaded)
+    again = post(server, prompt + answer["choices"][0]["text"] + " and then", session_id="away")
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    assert grown("advice_used_blocks_total", used)
+
+
 def test_sessions_and_pins_are_lost_with_the_scheduler(server: Served) -> None:
     """The last test of this server: requests go on, and advice on a lost session is refused, not an error."""
     asked: Any = {"model": "pagewise-demo", "prompt": PROMPTS[1][:600], "temperature": 0}

@@ -17,6 +17,7 @@ from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.server.executor_checks import shape_of
 from pagewise_shared.block_hash import ONE_ROPE
 from pagewise_shared.config import SpeculativeConfig
+from pagewise_shared.config.options import EvictionName
 from pagewise_shared.protocol import (
     AdapterLoaded,
     CompileGrammar,
@@ -44,6 +45,7 @@ def run_requests(
     recovery: RecoveryMode = "auto",
     directory: PrefixDirectory | None = None,
     speculative: SpeculativeConfig | None = None,
+    eviction: EvictionName = "lru",
 ) -> tuple[Scheduler, list[StepOutput]]:
     """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once).
 
@@ -59,6 +61,7 @@ def run_requests(
         max_num_batched_tokens=max_num_batched_tokens,
         tiers={tier.number: tier.num_blocks or tier.identity for tier in runner.info.tiers},
         recovery=recovery,
+        eviction=eviction,
         short_rope_len=runner.info.short_rope_len or ONE_ROPE,
     )
     if directory is not None:

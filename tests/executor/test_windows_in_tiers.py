@@ -4,6 +4,7 @@ import queue
 import random
 from pathlib import Path
 from time import monotonic
+from typing import Literal
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from pagewise_scheduler.core.tiers.peer import PrefixDirectory
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
 from pagewise_scheduler.server.executor_checks import checked_inventory
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import Found, LookUp, Welcome
+from pagewise_shared.protocol import Advise, Found, LookUp, Welcome, pack_int32s
 
 from benchmarks.processes import free_port
 from tests.cpu_kernels import auto_kernels
@@ -37,6 +38,8 @@ LONG = FAMILIES[4:]
 model_path = model_fixture(*(pytest.param(one, marks=[pytest.mark.long] * (one in LONG)) for one in FAMILIES), seed=7)
 
 gemma3 = model_fixture("gemma3", seed=7)
+
+ahead_path = model_fixture("gemma3", "granitemoehybrid", seed=7)
 
 MOVED = (
     *("gemma3", "llama4", "gpt_oss", "gemma4", "gemma4_moe", "olmo3", "ministral", "gemma2", "gemma3n"),
@@ -88,6 +91,29 @@ def test_conversations_return_from_the_host(model_path: Path, mode: RecoveryMode
 def test_everything_mixed_at_random(family: str, seed: int, tmp_path: Path) -> None:
     build_model(family, tmp_path / "model", seed=7)
     check_mixture(tmp_path / "model", seed, block_size=3, host_memory="300KiB", disk_cache=str(tmp_path / "disk"))
+
+
+def test_windows_and_states_come_ahead_of_their_use(ahead_path: Path) -> None:
+    runner = build_runner(ahead_path, host_memory="4MiB", verify_copies=True)
+    conversations = Conversations(ahead_path)
+    first, again = conversations.turn(0), conversations.turn(1)
+    scheduler, _ = run_requests(runner, first, recovery="swap", eviction="cost")
+    kinds: tuple[Literal["cold", "willneed"], ...] = ("cold", "willneed")
+    for kind in kinds:
+        for one in first:
+            tokens = pack_int32s([*one.prompt_token_ids, *one.sequences[0].output_token_ids])
+            advice = Advise(1, 1, kind, tokens=tokens, seconds=5.0)
+            assert scheduler.features.advice.advise(advice, monotonic()).outcome == "accepted"
+        drive(runner, scheduler, [])
+    counters = scheduler.kv.pool.counters
+    assert (num_loaded := counters.loaded) > 20
+    drive(runner, scheduler, again)
+    conversations.check([first, again])
+    assert (counters.loaded, counters.corrupt) == (num_loaded, 0)
+    cached = [one.num_cached_tokens for one in again]
+    assert (cached[0], cached[2]) == (104, 64)  # states of the other one lie before its answer
+    assert scheduler.kv.num_available == scheduler.kv.num_total
+    runner.close()
 
 
 @pytest.mark.parametrize("peer_blocks", [400, 22])

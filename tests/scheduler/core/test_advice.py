@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagewise_scheduler.core.features.advice import Advice, Outcome
+from pagewise_scheduler.core.features.advice import Advice
 from pagewise_scheduler.core.features.trust import Trust
 from pagewise_scheduler.core.memory.eviction_history import ENDED, key_of
 from pagewise_scheduler.core.memory.predicted_uses import (
@@ -15,52 +15,15 @@ from pagewise_scheduler.core.memory.predicted_uses import (
     TOOLS,
     PredictedUses,
 )
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys, name_of
-from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.memory.prefix_tree import name_of
 from pagewise_scheduler.core.tiers.arena import WindowShape
 from pagewise_shared.block_hash import unpack_names
-from pagewise_shared.protocol import DISK, HOST, Advise, DropStored, ReuseHints
+from pagewise_shared.protocol import DISK, HOST, DropStored
 
-from tests.core_requests import change
-from tests.scheduler.core.arenas import check_arena, create
-from tests.scheduler.core.builders import create_request, create_scheduler, evict
-from tests.scheduler.core.checking_executor import CheckingExecutor
-from tests.scheduler.core.driving import assert_all_free, check_states, executor_for, run
-
-
-class Clients:
-    """Sends turns of sessions, and advice, at a time that tests set."""
-
-    def __init__(self, **options: Any) -> None:
-        make = create if "windows" in options else create_scheduler
-        self.scheduler: Scheduler = make(eviction="cost", **options)
-        self.executor: CheckingExecutor = executor_for(self.scheduler)
-        self.now = 0.0
-
-    @property
-    def advice(self) -> Advice:
-        return self.scheduler.features.advice
-
-    def turn(self, prompt: list[int], session: str = "", key: str = "", **hints: Any) -> None:
-        request = create_request(prompt, 1, arrival_time=self.now)
-        change(request, key=key, reuse=ReuseHints(session=session, **hints))
-        self.scheduler.add(request)
-        while (plan := self.scheduler.schedule(self.now)) is not None:
-            self.scheduler.update(self.executor.execute(plan))
-            for copied in self.executor.finish_copies():
-                self.scheduler.copied(copied)
-
-    def advise(self, kind: Any, session: str = "", key: str = "", **fields: Any) -> Outcome:
-        return self.advice.advise(Advise(1, 1, kind, key=key, session=session, **fields), self.now)
-
-    def path(self, prompt: list[int]) -> list[CachedBlock]:
-        tree, size = self.scheduler.kv.pool.tree, self.scheduler.kv.block_size
-        tokens = b"".join(token.to_bytes(4, "little") for token in prompt)
-        return tree.walk(tree.root_of(None), block_keys(tokens, size))
-
-
-def prompt(first: int, length: int = 16) -> list[int]:
-    return [first * 100 + i for i in range(length)]
+from tests.scheduler.core.advising import Clients, prompt
+from tests.scheduler.core.arenas import check_arena
+from tests.scheduler.core.builders import create_request, evict
+from tests.scheduler.core.driving import assert_all_free, check_states, run
 
 
 def test_ended_sessions_give_way_before_all_others() -> None:
@@ -244,7 +207,7 @@ def test_kv_comes_from_host_memory_ahead_of_its_use() -> None:
     assert clients.advise("willneed", "a", seconds=5.0).outcome == "accepted"
     run(clients.scheduler, clients.executor)
     assert all(node.block >= 0 for node in clients.path(prompt(1)))
-    assert clients.advice.counts()["advice_loaded_blocks"] == 4
+    assert clients.scheduler.features.counts()["advice_loaded_blocks"] == 4
     check_states(clients.scheduler.kv.pool)
     assert_all_free(clients.scheduler)
 
@@ -487,17 +450,43 @@ _ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=15, deadline=None)
-@given(_ACTIONS)
-def test_memory_stays_right_whatever_is_advised(actions: list[tuple[int, int, int, str | None]]) -> None:
-    clients = Clients(num_blocks=24, num_host_blocks=8)
-    for number, first, length, kind in actions:
-        clients.now += 7.0
-        if kind is None:
-            clients.turn(prompt(first, 3 * length), f"s{number}", f"k{number % 2}", returns_in=float(first - 1))
-        else:
-            clients.advise(kind, f"s{number}", f"k{number % 2}", seconds=5.0, tools=("t",))
-        run(clients.scheduler, clients.executor)
-        check_states(clients.scheduler.kv.pool)
-    clients.advice.clear()
-    assert_all_free(clients.scheduler)
+_GROUPS = {"num_pages": 90, "pages": 1, "windows": (WindowShape(2, 3, state=True), WindowShape(5, 1)), "host_pages": 40}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_blocks": 24, "num_host_blocks": 8},
+        {"num_blocks": 24, "num_host_blocks": 8, "hashed": {DISK: "a disk"}},
+        _GROUPS,
+    ],
+    ids=["host", "disk", "groups"],
+)
+def test_memory_stays_right_whatever_is_advised(options: dict[str, Any]) -> None:
+    """Pinned blocks stay until their time is over or a sequence needs them, and nothing is held in the end."""
+
+    @settings(max_examples=8, deadline=None)
+    @given(_ACTIONS)
+    def check(actions: list[tuple[int, int, int, str | None]]) -> None:
+        clients = Clients(**options)
+        scheduler = clients.scheduler
+        for number, first, length, kind in actions:
+            clients.now += 7.0
+            if kind is None:
+                clients.turn(prompt(first, 3 * length), f"s{number}", f"k{number % 2}", returns_in=float(first - 1))
+            else:
+                clients.advise(kind, f"s{number}", f"k{number % 2}", seconds=5.0, tools=("t",))
+            clients.settle()
+            check_states(scheduler.kv.pool)
+            pinned = [node for pin in clients.advice._pins._pins for node in pin.nodes]
+            evict(scheduler, 2)
+            assert all(node.block >= 0 for node in pinned)
+            assert all(scheduler.kv.can_begin(node, device_only=True) for node in clients.advice._pins.ends)
+        clients.settle()
+        for feature in scheduler.features.in_use:
+            feature.clear()
+        assert_all_free(scheduler)
+        if scheduler.kv.windows:
+            check_arena(scheduler)
+
+    check()

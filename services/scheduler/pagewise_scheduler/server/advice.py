@@ -31,6 +31,8 @@ def advise(
         return Advised(advice.number, "refused", f"it is for {advice.seconds} s")
     outcomes: list[Outcome] = []
     size = 1
+    if advice.kind == "willneed" and executors:  # the session continues at one of them
+        executors = [max(executors, key=lambda one: one.scheduler.features.advice.knows(advice))]
     for executor in executors:
         with guard(executor):
             scheduler = executor.scheduler

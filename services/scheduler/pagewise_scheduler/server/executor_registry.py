@@ -176,6 +176,8 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
                     executor.cancel_late_fetches(now)
             with self.guarded(executor):
                 self._give_up_loads(executor, now)
+                if executor.scheduler.features.are_due(now):
+                    executor.touch()
 
     def _give_up_loads(self, executor: ExecutorHandle, now: float) -> None:
         """Fail the requests whose adapters are not loaded in time. The executor stays: its adapter's files are the
@@ -305,6 +307,8 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
                     with self.guarded(executor):
                         executor.take_answer(message, message.error)
                 case GrammarCompiled():
+                    executor.take_answer(message)
+                case Found() if message.number < 0:
                     executor.take_answer(message)
                 case Found():
                     self.router.look_ups.found(executor, message)

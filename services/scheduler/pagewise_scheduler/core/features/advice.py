@@ -4,8 +4,8 @@ A session is a conversation, whose turns follow each other. The blocks that its 
 (see ``predicted_uses``): by the hints of its last turn, by later advice, or by what the session waits for: tools that
 its last turn has called, or a person. Blocks of its last turn that the next turn has not taken are not used again.
 
-Predictions concern blocks of full layers. Where layers are in several groups, the hints of requests count, and the end
-of a session releases its windows and states.
+Where layers are in several groups, what clients say counts for the last windows and states of a session too, and its
+end releases them. What is learned counts for blocks of full layers alone: snapshots have roles instead.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Literal
 from pagewise_shared.protocol import Message
 
 from pagewise_scheduler.core.features.feature import Feature
-from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
 from pagewise_scheduler.core.features.pins import Pins
 from pagewise_scheduler.core.features.sessions import Session, Sessions
 from pagewise_scheduler.core.features.trust import LATE, LEAST_SECONDS, Claim, Hints
 from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
-from pagewise_scheduler.core.memory.eviction_history import ENDED
+from pagewise_scheduler.core.memory.eviction_history import ENDED, RequestRef
 from pagewise_scheduler.core.memory.predicted_uses import (
     PEOPLE,
     SECONDS,
@@ -29,11 +28,11 @@ from pagewise_scheduler.core.memory.predicted_uses import (
     PredictedUses,
     own_blocks,
 )
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys, cache_salt_of
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
-from pagewise_scheduler.core.tiers.cache_reset import release_node, snapshot_pools
+from pagewise_scheduler.core.tiers import session_memory
 from pagewise_scheduler.core.tiers.stored_drops import drop_blocks, only_stored
-from pagewise_scheduler.core.tiers.transfers import Loads
+from pagewise_scheduler.core.tiers.tier import BlockCopy
 
 if TYPE_CHECKING:
     from pagewise_shared.protocol import Advise
@@ -74,7 +73,7 @@ class Advice(Feature):
         self._sessions = Sessions()
         self._hints = Hints(self._predicted)
         self._pins = Pins(self._kv)
-        self._ahead = LoadsAhead(scheduler, self._policy) if self._policy is not None else None
+        self._ahead = scheduler.features.loads_ahead
         self._watched, self._demotes = 0.0, False
         self._drops: list[Message] = []
         self.outcomes = {"accepted": 0, "clipped": 0, "refused": 0}
@@ -98,6 +97,8 @@ class Advice(Feature):
             self._judge(session, kept=session.prediction != ENDED and away <= session.due)
         if session.prediction > ENDED:
             self._predicted.returned(session.prediction, away, session.counted, session.key)
+        if session.last is not None:
+            self._ahead.forget([session.last])
         session.returns += session.last is not None and not session.called
         session.prediction, session.due = 0, -1.0
 
@@ -119,6 +120,7 @@ class Advice(Feature):
         else:
             session.prediction = self._waits(session)
         self._predicted.ends(last, session.number, session.prediction, session.parent)
+        self._load_in_time(session)
         if before is not None and not self._kv.windows:
             path = set(ancestors(last))
             self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
@@ -127,9 +129,14 @@ class Advice(Feature):
         if not request.params.reuse.session:
             return
         session = self._session(request)
-        if session.prediction == ENDED and session.request_id == request.request_id:
+        if session.request_id != request.request_id:
+            return
+        if session.prediction == ENDED:
             self._leave_to_children(session)
             self._drop_snapshots(own_blocks(session.last, session.number))
+        elif session.due >= 0:
+            own = own_blocks(session.last, session.number)
+            session_memory.predict_snapshots(self._kv, own, session.prediction, self._tick)
 
     def _leave_to_children(self, session: Session) -> None:
         """A session has ended: blocks with which live sessions begin are theirs from now on."""
@@ -145,14 +152,8 @@ class Advice(Feature):
             self._predict(begin, heir.prediction if heir is not None else 0)
 
     def _drop_snapshots(self, nodes: Iterable[CachedBlock]) -> None:
-        """No sequence begins behind these nodes any more: release the windows and states there. Blocks of full layers
-        that are of use with them alone go first then."""
-        history, pools = self._kv.eviction_history, list(snapshot_pools(self._kv))
-        history.reason = "advice"
-        for node in nodes if pools else ():
-            for pool in pools:
-                pool.forget(node)
-        history.reason = "evicted"
+        pinned = self._pins.ends
+        session_memory.drop_snapshots(self._kv, (node for node in nodes if node not in pinned))
 
     def _session(self, request: Request) -> Session:
         params = request.params
@@ -170,11 +171,22 @@ class Advice(Feature):
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
         """Predict the next use of blocks, counted from now, and offer them to eviction by this prediction."""
-        tick = self._kv.pool.policy.tick()
+        assert self._policy is not None
+        tick = self._policy.new_tick()
+        self._predicted.note(tick, self._now)
         for node in nodes:
             node.prediction, node.last_used = prediction, tick
             for tier in self._kv.tiers.values():
                 tier.offer(node)
+
+    def _load_in_time(self, session: Session) -> None:
+        """Load the blocks of a session ahead of the time at which such sessions return, if that is known."""
+        if session.last is None or session.prediction <= ENDED:
+            return
+        if (expected := self._predicted.likeliest(session.prediction)) is not None:
+            due, until = (session.left + seconds for seconds in expected)
+            path = [*ancestors(session.last)][::-1]
+            self._ahead.want(path, cache_salt_of(session.last), due, until, holder=session, learned=True)
 
     def _judge(self, session: Session, *, kept: bool) -> None:
         """A hint on a session was kept or broken."""
@@ -193,8 +205,10 @@ class Advice(Feature):
         for claim in self._hints.over(now):  # blocks of a session have the session's prediction again
             session = self._sessions.numbered(claim.last.session)
             if session is not None and session.prediction != ENDED:
-                own = own_blocks(claim.last, session.number)
+                own = [*own_blocks(claim.last, session.number)]
                 self._predict([node for node in own if node.prediction == claim.prediction], session.prediction)
+                hinted = session.prediction if session.due >= 0 else 0
+                session_memory.predict_snapshots(self._kv, own, hinted, self._tick)
         for session in self._sessions:
             age = now - session.left
             if 0 <= session.due < age:
@@ -203,11 +217,6 @@ class Advice(Feature):
                 session.counted = self._predicted.reach(session.prediction, age, session.counted, session.key)
                 if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
-
-    def add_to_plan(self, step: int, budget: int, loads: Loads) -> int:
-        if self._ahead is not None:
-            self._ahead.ask(step, loads, self._now)
-        return 0
 
     def wants_step(self) -> bool:
         return self._demotes and self.scheduler.has_unsent_demotions
@@ -228,14 +237,11 @@ class Advice(Feature):
     def clear(self) -> None:
         self._drops.clear()
         self._pins.release_all()
-        if self._ahead is not None:
-            self._ahead.clear()
         self._sessions.clear()
         self._hints.clear()
 
     def counts(self) -> dict[str, int]:
         counts = {f"advice_{outcome}": count for outcome, count in self.outcomes.items()}
-        counts["advice_loaded_blocks"] = self._ahead.num_loaded if self._ahead is not None else 0
         return counts | {"hints_kept": self._hints.num_kept, "hints_broken": self._hints.num_broken}
 
     # ---- advice --------------------------------------------------------------------------------------
@@ -244,14 +250,26 @@ class Advice(Feature):
         """Follow advice of a client as far as this executor has the KV. ``now``: seconds."""
         self._kv.eviction_history.now = now
         session, path = self._subject(advice)
+        if advice.kind == "dontneed":
+            stored = only_stored(self.scheduler, path[0] if path else None)
+            path = [*stored, *(node for node in path if node.num_tiers)]
+        elif advice.kind != "willneed":
+            path = [node for node in path if node.num_tiers]
+        elif session is not None or not self._ahead.may_be_stored(advice.cache_salt):
+            path = self._ahead.reachable(path[::-1])[::-1]
         if not path:
             return Outcome("refused", "nothing of it is cached", found=False)
         outcome = self._follow(advice, session, path)
         self.outcomes[outcome.outcome] += 1
         return outcome
 
+    def knows(self, advice: "Advise") -> tuple[float, int]:
+        """When the session that advice is on has left, and how many blocks of it are cached here; greater is better."""
+        session, path = self._subject(advice)
+        return session.left if session is not None else -1.0, sum(1 for node in path if node.num_tiers)
+
     def _subject(self, advice: "Advise") -> tuple[Session | None, list[CachedBlock]]:
-        """The session that advice is on, if it is on one, and the cached blocks, the last one first."""
+        """The session that advice is on, if it is on one, and its blocks, the last one first, cached or not."""
         name = advice.parent if advice.kind == "fork" and advice.parent else advice.session
         session, last = None, None
         if name:
@@ -262,10 +280,12 @@ class Advice(Feature):
             owner = self._sessions.numbered(last.session) if last is not None else None
             session = owner if owner is not None and owner.request_id == advice.request_id else None
         else:
-            tree, keys = self._kv.pool.tree, block_keys(advice.tokens, self._kv.block_size)
-            return None, tree.walk(tree.root_of(advice.cache_salt), keys)[::-1]
-        stored = only_stored(self.scheduler, last) if advice.kind == "dontneed" else []
-        return session, [*stored, *(node for node in ancestors(last) if node.num_tiers)]
+            tree, keys = self._kv.pool.tree, [*block_keys(advice.tokens, self._kv.block_size)]
+            path = tree.walk(tree.root_of(advice.cache_salt), keys)
+            if advice.kind == "willneed":
+                path += tree.detached(advice.cache_salt, path, keys[len(path) :], RequestRef("", advice.key))
+            return None, path[::-1]
+        return session, [*ancestors(last)]
 
     def _own(self, session: Session | None, path: Iterable[CachedBlock], key: str) -> list[CachedBlock]:
         """The blocks of a path that advice of an API key may change: those of a session alone, if it is on one."""
@@ -286,23 +306,19 @@ class Advice(Feature):
         if advice.kind == "unpin":
             return Outcome("accepted", blocks=self._pins.release(advice.key, path))
         if advice.kind == "pin":
-            if self._kv.windows:
-                return Outcome("refused", "models with several groups of layers have no pins")
             held, until, reason = self._pins.hold(advice.key, path[::-1], seconds, self._now)
             kind: Literal["accepted", "clipped", "refused"] = "clipped" if reason else "accepted"
             return Outcome(kind if held else "refused", reason, held, until if held else 0.0)
         own = self._own(session, path, advice.key)
         if not own:
             return Outcome("refused", "other sessions use it too")
-        if self._ahead is not None and advice.kind != "willneed":
-            self._ahead.forget(path)
+        if advice.kind != "willneed":
+            self._ahead.forget([*path, *ancestors(session.last)] if session is not None else path)
         if advice.kind in ("cold", "dontneed"):
             stored = [node for node in own if not node.num_tiers]
-            return self._release(self._behind(own[-1]), stored, forget=advice.kind == "dontneed")
+            return self._release(session_memory.blocks_behind(own[-1]), stored, forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
-        if self._kv.windows and advice.kind != "end":
-            return Outcome("refused", "models with several groups of layers take hints with requests only")
         return self._expect(advice, session, path, own)
 
     def _expect(
@@ -316,6 +332,7 @@ class Advice(Feature):
                 session.called = True
                 session.prediction, session.left, session.counted = self._waits(session, advice.tools), self._now, 0
                 self._predict(own, session.prediction)
+                self._load_in_time(session)
             return Outcome("accepted")
         seconds = advice.seconds if advice.seconds >= 0 else _FORK_SECONDS
         prediction, due = self._hints.time(advice.key, seconds)
@@ -331,8 +348,10 @@ class Advice(Feature):
                 else:
                     due = min(due, left)
             session.prediction, session.due, session.left, session.counted = prediction, due, self._now, 0
-        if self._ahead is not None and advice.kind == "willneed":
-            self._ahead.want(path[0], self._now + LATE * max(seconds, LEAST_SECONDS))
+        session_memory.predict_snapshots(self._kv, own, prediction, self._tick)
+        if advice.kind == "willneed":
+            due, salt = max(seconds, LEAST_SECONDS), cache_salt_of(path[0])
+            self._ahead.want(path[::-1], salt, self._now + due, self._now + LATE * due, holder=session)
         return Outcome("accepted", blocks=len(own), seconds=seconds)
 
     def _end(self, session: Session | None, own: list[CachedBlock], key: str) -> Outcome:
@@ -370,31 +389,19 @@ class Advice(Feature):
             self._predict(own, prediction)
             self._hints.claim(key, Claim(own[0], prediction, self._now + due))
 
-    def _behind(self, first: CachedBlock) -> list[CachedBlock]:
-        """A session's first own block and all blocks behind it, the last ones first: the session's turns had them, and
-        some turns have left them. Blocks behind which other sessions have some are not among them."""
-        nodes, kept = [first], set[CachedBlock]()
-        for node in nodes:  # grows while it is walked: parents come before their children
-            nodes += node.children.values()
-        for node in reversed(nodes):
-            if node.session != first.session or not kept.isdisjoint(node.children.values()):
-                kept.add(node)
-        return [node for node in reversed(nodes) if node.num_tiers and node not in kept]
-
     def _release(self, own: list[CachedBlock], stored: list[CachedBlock], *, forget: bool) -> Outcome:
         """Demote blocks, or forget them in all tiers, as far as nothing uses them; and the blocks ``stored``, which
         only tiers without ids have."""
-        if self._kv.windows and not forget:
-            return Outcome("refused", "models with several groups of layers demote memory by themselves")
         if forget:
-            num_released = len(stored) + sum(release_node(self._kv, node, "advice") for node in own)
-            gone = [*stored, *(node for node in own if not node.num_tiers)]
-            self._drops += drop_blocks(self.scheduler, gone)
+            num_cached = len(own) + len(stored)
+            num_released = len(stored) + session_memory.release(self._kv, own)
+            self._drops += drop_blocks(self.scheduler, [*stored, *(node for node in own if not node.num_tiers)])
         else:
-            before = self._kv.num_free
-            self.scheduler.plan.copy(self._kv.pool.evict_nodes(own))
-            self._demotes, num_released = True, self._kv.num_free - before
+            copies, num_cached = list[BlockCopy](), sum(node.block >= 0 for node in own)
+            num_released = session_memory.demote(self._kv, own, copies)
+            self.scheduler.plan.copy(copies)
+            self._demotes = True
         if not num_released:
-            return Outcome("refused", "it is in use")
-        clipped = num_released < len(own) + len(stored)
+            return Outcome("refused", "it is in use" if num_cached else "it is not on the device")
+        clipped = num_released < num_cached
         return Outcome("clipped" if clipped else "accepted", "a part is in use" if clipped else "", num_released)

@@ -74,6 +74,10 @@ class Feature:
         prefills are planned. Returns the number of tokens of the drafts."""
         return 0
 
+    def is_due(self, now: float) -> bool:
+        """Whether a step is to be planned now for the feature, although nothing has happened; asked now and then."""
+        return False
+
     def wants_step(self) -> bool:
         """Whether the feature needs a step that computes nothing."""
         return False

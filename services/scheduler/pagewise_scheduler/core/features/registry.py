@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.features.drafts import Drafting
     from pagewise_scheduler.core.features.fair_shares import FairShares
     from pagewise_scheduler.core.features.grammars import CompiledGrammars
+    from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
     from pagewise_scheduler.core.features.prefetches import Prefetches
     from pagewise_scheduler.core.features.segments import Segments
     from pagewise_scheduler.core.features.write_back import WriteBack
@@ -52,6 +53,7 @@ class Features:
     drafts: "Drafting"
     fair_shares: "FairShares"
     grammars: "CompiledGrammars"
+    loads_ahead: "LoadsAhead"
     prefetches: "Prefetches"
     segments: "Segments"
     write_back: "WriteBack"
@@ -94,6 +96,10 @@ class Features:
         """The load of the requests that features keep: of one API key, or of all (None)."""
         kept = [feature.kept(key) for feature in self.in_use]
         return QueueLoad(sum(one.sequences for one in kept), sum(one.tokens for one in kept))
+
+    def are_due(self, now: float) -> bool:
+        """Whether a step is to be planned now for a feature, although nothing has happened."""
+        return any(feature.is_due(now) for feature in self.in_use)
 
     def messages(self, now: float) -> list[Message]:
         """Messages to the executor beside plans; to be sent before and after planning. ``now``: seconds."""

@@ -45,10 +45,11 @@ can use it. Else this is the highest tier that has it. Shielded blocks stay as l
 
 class Evictable(Protocol):
     """Memory that is evicted as a unit. ``last_used``: the tick of its last release. ``kind``: a class that predicts
-    its next use."""
+    its next use. ``prediction``: of its next use, which counts instead of the class; 0: none."""
 
     last_used: int
     kind: int
+    prediction: int
 
 
 class EvictionPolicy(Protocol):
@@ -185,17 +186,23 @@ class CostAware:
 
     def value(self, block: CachedBlock, use: Evictable | None = None) -> float:
         """The seconds that keeping the block saves, per unit of time (one block that comes into the caches)."""
-        if block.prediction and use is None and self.predicted is not None:
-            density = self.predicted.value(block.prediction, block.last_used)
-            return density * self._seconds(block.depth, block.nearest_tier)
         use = use or block
-        return self._history.density(use.kind, use.last_used) * self._seconds(block.depth, block.nearest_tier)
+        if use.prediction and self.predicted is not None:
+            density = self.predicted.value(use.prediction, use.last_used)
+        else:
+            density = self._history.density(use.kind, use.last_used)
+        return density * self._seconds(block.depth, block.nearest_tier)
 
-    def value_on_device(self, block: CachedBlock) -> float:
-        """The same of a block with a prediction, if the device had it."""
+    def uses_from(self, block: CachedBlock, seconds: float) -> float:
+        """The uses of a block with a prediction per unit of time, if it is kept from ``seconds`` from now on."""
         if not block.prediction or self.predicted is None:
             return 0.0
-        return self.predicted.value(block.prediction, block.last_used) * self._seconds(block.depth, DEVICE)
+        return self.predicted.value(block.prediction, block.last_used, seconds)
+
+    def new_tick(self) -> int:
+        """The time of something else than a release: one more than before."""
+        self._history.now += 1
+        return self._history.now
 
     def value_of_new(self, place: int, depth: int) -> float:
         """The same of a snapshot on the device."""

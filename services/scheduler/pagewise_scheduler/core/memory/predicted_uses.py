@@ -46,6 +46,8 @@ _WIDTHS = [end - begin for begin, end in zip([0.0, *_BOUNDS], _BOUNDS, strict=Fa
 _PRIOR_WEIGHT, _BETWEEN_LESSONS, _MOST_OBSERVED = 4.0, 8, 4096
 _PRIOR_RATES = [0.02 + 0.35 * exp(-(log2(bound / 1.2) ** 2) / 4) for bound in _BOUNDS]
 """Until more is known of a source, most uses come within a factor of four of the predicted time."""
+_LEAST_OBSERVED, _RISES = 16, 2.0
+"""A time is expected if so much was learned of the source, and the value of its blocks rises so much until then."""
 MOST_AGE = _BOUNDS[-8]
 """The normalised age after which a return is not waited for any more."""
 
@@ -61,11 +63,11 @@ def _scale(prediction: int) -> float:
 
 class _LifeTable:
     """The returns of one source by normalised age. ``common``: the table of all sources of its kind. ``share``: the
-    factor on its densities."""
+    factor on its densities. ``num_observed``: how much was learned, of which old observations are forgotten."""
 
     def __init__(self, common: "_LifeTable | None" = None) -> None:
         self._returned, self._reached = [0.0] * _SPANS, [0.0] * _SPANS
-        self._num_observed = 0
+        self.num_observed = 0
         self._told: Counter[str] = Counter()
         self._common = common
         self.share = 1.0
@@ -105,11 +107,11 @@ class _LifeTable:
         return hears
 
     def _observed(self) -> None:
-        self._num_observed += 1
-        if self._num_observed % _BETWEEN_LESSONS == 0:
+        self.num_observed += 1
+        if self.num_observed % _BETWEEN_LESSONS == 0:
             self._learn()
-        if self._num_observed >= _MOST_OBSERVED:
-            self._num_observed //= 2
+        if self.num_observed >= _MOST_OBSERVED:
+            self.num_observed //= 2
             self._reached = [count / 2 for count in self._reached]
             self._returned = [count / 2 for count in self._returned]
             self._told = Counter({key: count // 2 for key, count in self._told.items() if count > 1})
@@ -214,13 +216,14 @@ class PredictedUses:
             elif not parent or block.session != parent:
                 block.session, block.prediction = SHARED, 0
 
-    def value(self, prediction: int, last_used: int) -> float:
-        """Uses per block that comes in, as ``UseHistory.density``. ``last_used``: the tick of the last release."""
+    def value(self, prediction: int, last_used: int, ahead: float = 0.0) -> float:
+        """Uses per block that comes in, as ``UseHistory.density``, if a block is kept from ``ahead`` seconds from now
+        on. ``last_used``: the tick of the last release."""
         if prediction == ENDED:
             return 0.0
         scale = _scale(prediction)
         table = self._table_of(prediction)
-        density = table.share * table.densities[_span(self._age(last_used) / scale)]
+        density = table.share * table.densities[_span((self._age(last_used) + ahead) / scale)]
         return density / scale / max(_LEAST_RATE, self._blocks / self._seconds)
 
     def probability(self, prediction: int, last_used: int) -> float:
@@ -243,6 +246,16 @@ class PredictedUses:
     def is_overdue(self, prediction: int, age: float) -> bool:
         """Whether a session is not waited for any more."""
         return age / _scale(prediction) > MOST_AGE
+
+    def likeliest(self, prediction: int) -> tuple[float, float] | None:
+        """When a session that is waited for returns most likely: the ages in seconds between which a block of it has
+        its highest value. None: that is at once, or little is known of the source."""
+        table = self._table_of(prediction)
+        span = max(range(_SPANS), key=table.densities.__getitem__)
+        if table.num_observed < _LEAST_OBSERVED or table.densities[span] < _RISES * table.densities[0]:
+            return None
+        scale = _scale(prediction)
+        return _BOUNDS[span - 1] * scale, _BOUNDS[span] * scale
 
     def _table_of(self, prediction: int) -> _LifeTable:
         return self._table((prediction - ENDED) // _BUCKETS)

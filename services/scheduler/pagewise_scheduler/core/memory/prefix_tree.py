@@ -230,6 +230,18 @@ class PrefixTree:
         """The roots of all cache salts with cached blocks."""
         return list(self._roots.values())
 
+    def detached(
+        self, cache_salt: str | None, path: list[CachedBlock], keys: Iterable[bytes], owner: RequestRef
+    ) -> list[CachedBlock]:
+        """Nodes that spell ``keys`` behind ``path``, and that the tree does not have. ``owner``: has asked for them."""
+        known = self._roots.get(cache_salt) or _Root(cache_salt, self.model_fingerprint, self.no_copies)
+        node, made = path[-1] if path else known, list[CachedBlock]()
+        for key in keys:
+            node = CachedBlock(node, key, self.no_copies)
+            node.cached_by = owner
+            made.append(node)
+        return made
+
     @staticmethod
     def walk(node: CachedBlock | None, keys: Iterable[bytes]) -> list[CachedBlock]:
         """The blocks that spell ``keys`` below ``node``, in order, as far as the tree has them; None has none.

@@ -99,6 +99,15 @@ class HashedTier(Tier):
         """Whether the tier has the block, or will when copies under way are made. It may have been forgotten since."""
         return bool(node.flags & self._bit)
 
+    def has(self, node: CachedBlock) -> bool:
+        """Whether the tier has the block, and its copy has been made. It may have been forgotten since."""
+        return bool(node.flags & self._bit) and (hash_of(node), 0) not in self._arriving
+
+    def found(self, nodes: Iterable[CachedBlock]) -> None:
+        """The tier has these blocks."""
+        for node in nodes:
+            node.flags |= self._bit
+
     def take_over(self, node: CachedBlock, source: int, copies: list[BlockCopy]) -> bool:
         """Take over a block that ``source`` evicts, as ``Tier`` describes."""
         if node.num_tiers == 1 and not node.flags & self._bit:  # else another tier has it, or this one

@@ -7,7 +7,7 @@ links and of computing predict its time.
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import inf
 from operator import attrgetter
 from typing import NamedTuple
@@ -185,26 +185,47 @@ class RecoveryPlanner:
             at += len(nodes)
         return offers
 
+    def offers_ahead(self, path: Sequence[CachedBlock], start: int, salt: str | None, tokens: bytes) -> list[Offer]:
+        """Where the blocks of a prefix from ``start`` on come from if no sequence waits for them: the longest run, each
+        block from the cheapest tier.
+
+        ``path``: all blocks of the prefix, which are nodes of the prefix tree as far as it has them; the flags of the
+        others tell which tiers without ids have them. ``tokens``: of the prefix (int32 bytes).
+        """
+        behind = path[start:]
+        offers = self._offers_below(start, 0, [*takewhile(attrgetter("num_tiers"), behind)])
+        stored = {
+            tier.identity: start + sum(1 for _ in takewhile(tier.has, behind)) for tier in self._kv.hashed.values()
+        }
+        offers += self._offers_of(start, salt, tokens, stored)
+        offers.sort(key=lambda offer: offer.source.link.predict(0, 1))
+        return compose(offers) if any(offer.start == start for offer in offers) else []
+
     def _offers_elsewhere(self, start: int, sequence: RequestSequence) -> Iterator[Offer]:
         """The blocks of a sequence from ``start`` on that a peer has, and the ones in tiers without ids."""
-        size = self._kv.block_size
-        most = (sequence.num_tokens - 1) // size
-        if most > start and self.directory is not None and len(self.directory.peers) > 1:
-            tokens = sequence.token_bytes()[: 4 * most * size]
-            if (found := self.find_at_peers(sequence.cache_salt, tokens, start)) is not None:
-                peer, nodes = found
-                theirs = PeerTiers(peer, self.costs.link(peer.endpoint), self._kv.pool.counters)
-                windows = partial(theirs.hold_windows, nodes[-1])
-                yield Offer(theirs, start, len(nodes), _holder(theirs.hold, nodes, 0), windows)
+        most = (sequence.num_tokens - 1) // self._kv.block_size  # the newest token is always computed
         stored = {} if sequence.outgrown else sequence.request.stored
-        for tier, end in self._looked_up(stored, sequence.num_tokens) if stored else ():
+        if most > start and (stored or self._has_peers):
+            tokens = sequence.token_bytes()[: 4 * most * self._kv.block_size]
+            yield from self._offers_of(start, sequence.cache_salt, tokens, stored)
+
+    def _offers_of(self, start: int, salt: str | None, tokens: bytes, stored: Mapping[str, int]) -> Iterator[Offer]:
+        """The blocks of ``tokens`` from ``start`` on that a peer has, and the ones in tiers without ids."""
+        size = self._kv.block_size
+        if self._has_peers and (found := self.find_at_peers(salt, tokens, start)) is not None:
+            peer, nodes = found
+            theirs = PeerTiers(peer, self.costs.link(peer.endpoint), self._kv.pool.counters)
+            windows = partial(theirs.hold_windows, nodes[-1])
+            yield Offer(theirs, start, len(nodes), _holder(theirs.hold, nodes, 0), windows)
+        for tier, end in self._looked_up(stored, len(tokens) // 4 + 1):
             if end > start:
-                root, tokens = (
-                    self._kv.pool.tree.root_hash(sequence.cache_salt),
-                    sequence.token_bytes()[: 4 * end * size],
-                )
-                windows = partial(self._stored_windows, tier, root, tokens)
-                yield Offer(tier, start, end, partial(tier.locations, root, tokens, size), windows)
+                root, own = self._kv.pool.tree.root_hash(salt), tokens[: 4 * end * size]
+                windows = partial(self._stored_windows, tier, root, own)
+                yield Offer(tier, start, end, partial(tier.locations, root, own, size), windows)
+
+    @property
+    def _has_peers(self) -> bool:
+        return self.directory is not None and len(self.directory.peers) > 1
 
     def _stored_windows(
         self, tier: HashedTier, root: BlockHash, tokens: bytes, groups: Sequence[int]

@@ -21,7 +21,7 @@ from pagewise_scheduler.core.memory.eviction_queue import EvictionQueue
 from pagewise_scheduler.core.memory.prefix_tree import NOWHERE, CachedBlock, ancestors
 from pagewise_scheduler.core.memory.roles import JUNCTION, new_role
 from pagewise_scheduler.core.tiers.arena import Arena, WindowShape, per_page
-from pagewise_scheduler.core.tiers.state_queue import Inherited, StateQueue
+from pagewise_scheduler.core.tiers.state_queue import Inherited, SnapshotValues, StateQueue
 from pagewise_scheduler.core.tiers.tier import BlockCopy, Copies
 
 MARGIN = 64
@@ -31,43 +31,25 @@ MARGIN = 64
 class Snapshot:
     """A window at the end of the prefix of ``node``: ``blocks``, of which ``first`` is the number of the first one.
 
-    ``points``: the nodes behind which a sequence can begin with it, ``node`` first. ``kind``, ``last_used``: as of
-    ``CachedBlock``. ``since``: the depth of the snapshot before it on the way from the root, from which on everything
-    would be computed again without this one. ``was_used``: some sequence has begun with it. ``tail``: the blocks from
-    it to the end of the prompt that took it; None: that took it elsewhere than near its end. ``entry``, ``looked``,
-    ``before``, ``inherited``: of states, see ``StateQueue``.
+    ``points``: the nodes behind which a sequence can begin with it, ``node`` first. ``kind``, ``last_used``,
+    ``prediction``: as of ``CachedBlock``. ``since``: the depth of the snapshot before it on the way from the root, from
+    which on everything would be computed again without this one. ``was_used``: some sequence has begun with it.
+    ``tail``: the blocks from it to the end of the prompt that took it; None: that took it elsewhere than near its end.
+    ``entry``, ``looked``, ``before``, ``inherited``: of states, see ``StateQueue``.
     """
 
     __slots__ = (
-        "before", "blocks", "entry", "first", "inherited", "kind", "last_used", "looked", "node", "points", "since",
-        "tail", "was_used",
+        "before", "blocks", "entry", "first", "inherited", "kind", "last_used", "looked", "node", "points",
+        "prediction", "since", "tail", "was_used",
     )  # fmt: skip
 
     def __init__(self, points: list[CachedBlock], first: int, blocks: list[int], since: int) -> None:
         self.node, self.points, self.first, self.blocks, self.since = points[0], points, first, blocks, since
         self.kind, self.was_used = self.node.kind, False
-        self.last_used = self.entry = self.looked = 0
+        self.last_used = self.prediction = self.entry = self.looked = 0
         self.tail: int | None = None
         self.before: CachedBlock | None = None
         self.inherited: Inherited | None = None
-
-
-class _SnapshotValues:
-    """Orders snapshots by a policy for blocks: a snapshot saves the blocks since the one before it, as it was
-    used itself: its blocks were used by all that went on from later snapshots, too."""
-
-    def __init__(self, policy: EvictionPolicy) -> None:
-        self._policy = policy
-
-    def group(self, snapshot: Snapshot) -> int:
-        return snapshot.kind if self._policy.learns else 0
-
-    def order(self, snapshot: Snapshot) -> float:
-        return snapshot.last_used
-
-    def value(self, snapshot: Snapshot) -> float:
-        saved = snapshot.node.depth - snapshot.since if self._policy.learns else 1
-        return self._policy.value(snapshot.node, snapshot) * saved
 
 
 class SnapshotPool:
@@ -104,7 +86,7 @@ class SnapshotPool:
         self._users, self._snapshots = [0] * self.num_blocks, [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self.num_cached = 0
-        self._values = _SnapshotValues(policy)
+        self._values = SnapshotValues(policy)
         self._queue: EvictionQueue[Snapshot] | StateQueue = EvictionQueue(self._values, self._rank)
         if self.has_states:
             self._queue = StateQueue(policy, self.at, {}, arena, self.pages_per_block)
@@ -220,17 +202,23 @@ class SnapshotPool:
         if self.below is not None:
             self.below.has_role(node, role)
 
-    def _add(self, snapshot: Snapshot, last_used: int | None = None) -> None:
+    def predict(self, node: CachedBlock, prediction: int, last_used: int) -> None:
+        """The next use of the snapshot at a node, if there is one, is predicted, counted from ``last_used``."""
+        if (snapshot := self.at.get(node)) is not None:
+            self._use(snapshot, last_used, prediction)
+
+    def _add(self, snapshot: Snapshot, last_used: int | None = None, prediction: int = 0) -> None:
         self.at |= dict.fromkeys(snapshot.points, snapshot)
         if self.has_states and snapshot.kind < NUM_BLOCK_CLASSES:
             snapshot.kind = new_role(JUNCTION)
         for block in snapshot.blocks:
             self._snapshots[block] += 1
-        self._use(snapshot, last_used)
+        self._use(snapshot, last_used, prediction)
         for node in snapshot.points:
             self.changed(node)
 
-    def _use(self, snapshot: Snapshot, last_used: int | None = None) -> None:
+    def _use(self, snapshot: Snapshot, last_used: int | None = None, prediction: int = 0) -> None:
+        snapshot.prediction = prediction
         snapshot.last_used = self._policy.tick() if last_used is None else last_used
         if not self.has_states:
             snapshot.kind = snapshot.node.kind
@@ -348,6 +336,16 @@ class SnapshotPool:
             self._queue.push(one, NEAREST)
         if snapshot is None:
             return False
+        self._evict(snapshot, copies)
+        return True
+
+    def evict(self, node: CachedBlock, copies: list[BlockCopy]) -> None:
+        """Evict the snapshot at a node, if there is one and a block of it has no users."""
+        snapshot = self.at.get(node)
+        if snapshot is not None and not all(map(self._users.__getitem__, snapshot.blocks)):
+            self._evict(snapshot, copies)
+
+    def _evict(self, snapshot: Snapshot, copies: list[BlockCopy]) -> None:
         kept = self.below is not None and self.below.take_over(snapshot, self.tier, copies)
         self._counters.snapshots_unused += not kept and not snapshot.was_used
         if self.below is None and self.evicted is not None:
@@ -356,7 +354,6 @@ class SnapshotPool:
             self._drop_snapshot(snapshot)
             if not kept and isinstance(self._queue, StateQueue):
                 self._queue.bequeath(snapshot)
-        return True
 
     def take_over(self, snapshot: Snapshot, source: int, copies: list[BlockCopy]) -> bool:
         """Keep a snapshot that the tier ``source`` is about to evict, if there is room for it. Returns whether it is
@@ -388,7 +385,8 @@ class SnapshotPool:
             made.was_used = snapshot.was_used
             if self.has_states:
                 made.kind, made.inherited = snapshot.kind, snapshot.inherited
-            self._add(made, last_used=snapshot.last_used if self.has_states else None)
+            since = snapshot.last_used if self.has_states or snapshot.prediction else None
+            self._add(made, since, snapshot.prediction)
         self.release(known)
         return keeps
 

@@ -1,4 +1,4 @@
-"""The order in which snapshots of states are evicted. They are few and large, so each is valued by itself."""
+"""The order in which snapshots are evicted. Those of states are few and large, so each is valued by itself."""
 
 import heapq
 from collections.abc import Mapping
@@ -16,6 +16,27 @@ _LEAST_BETWEEN_LOOKS, _SHARE_BETWEEN_LOOKS = 8, 8
 """Changes after which all snapshots are valued again: so many, and one in so many of the snapshots."""
 
 
+class SnapshotValues:
+    """Orders snapshots by a policy for blocks: a snapshot saves the blocks since the one before it, as it was
+    used itself: its blocks were used by all that went on from later snapshots, too."""
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+
+    def group(self, snapshot: "Snapshot") -> int:
+        """Its prediction, or its class."""
+        return (snapshot.prediction or snapshot.kind) if self._policy.learns else 0
+
+    def order(self, snapshot: "Snapshot") -> float:
+        """The tick of its last use."""
+        return snapshot.last_used
+
+    def value(self, snapshot: "Snapshot") -> float:
+        """The value of the blocks that it saves."""
+        saved = snapshot.node.depth - snapshot.since if self._policy.learns else 1
+        return self._policy.value(snapshot.node, snapshot) * saved
+
+
 @dataclass(slots=True)
 class Inherited:
     """The class and the last use of a lost snapshot, which the snapshot before it has beside its own until a sequence
@@ -23,6 +44,7 @@ class Inherited:
 
     kind: int
     last_used: int
+    prediction: int = 0
 
 
 class StateQueue:
@@ -88,7 +110,7 @@ class StateQueue:
         lives: list[Evictable] = [snapshot]
         lives += [one for one in (snapshot.inherited, heir.inherited) if one is not None]
         most = max(lives, key=lambda one: self._policy.value(heir.node, one))
-        heir.inherited = Inherited(most.kind, most.last_used)
+        heir.inherited = Inherited(most.kind, most.last_used, most.prediction)
         self.push(heir)
 
     def push(self, snapshot: "Snapshot", rank: int = 0) -> None:
