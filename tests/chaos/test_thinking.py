@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 import tokenizers
 
 from benchmarks.processes import Cluster, running
@@ -37,6 +38,7 @@ async def think(client: openai.AsyncOpenAI, model: str, seed: int, tokens: list[
             enough.set()
 
 
+@pytest.mark.chaos
 async def test_a_budget_holds_when_the_executor_is_killed_while_the_model_thinks(tmp_path: Path) -> None:
     build_model("llama", folder := tmp_path / "model", seed=7, vocab_size=VOCAB_SIZE)
     save_tokenizer(folder, "<think>", "</think>")

@@ -161,7 +161,7 @@ def test_blocks_are_deleted_after_the_copies_of_a_step(executors: list[Executor]
     assert other.found.get(timeout=10) == StoredDropped(1, 6, 1)
     one.copier.drop(DropStored(1, 7, DISK, 4, tag=salt_tag("key:a")))
     one.copier.reset(2, keep=True)
-    assert one.found.get(timeout=10) == StoredDropped(1, 7, 0), "the step will not come"
+    assert one.found.get(timeout=10) == StoredDropped(2, 7, 0), "the step will not come"
 
 
 def test_a_load_that_is_cancelled_is_confirmed_at_once_and_writes_nothing_any_more(executors: list[Executor]) -> None:

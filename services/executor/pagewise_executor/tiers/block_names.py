@@ -26,7 +26,6 @@ SALTS_BYTES = MAX_SALT_TAGS * SALT_TAG_BYTES
 
 _LOOKED_AT = 32
 
-
 SCRATCH = BlockHash(hashlib.sha256(b"scratch").digest())
 """The parent of the blocks with which the speed of copies is measured."""
 _SCRATCH = SCRATCH.hex()[:16]

@@ -155,7 +155,8 @@ class HashedTier(FarTier, ABC):
             except Exception as failure:  # of any kind: an operator waits for the answer
                 self.failed("blocks cannot be deleted: %s", failure)
                 error = str(failure)
-            self.report(StoredDropped(message.epoch, message.number, deleted, error))
+            epoch = max(message.epoch, self._epoch)  # a later one has begun: the scheduler waits for the answer
+            self.report(StoredDropped(epoch, message.number, deleted, error))
 
         self._enqueue("store", delete)
 
