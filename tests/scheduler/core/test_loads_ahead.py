@@ -114,7 +114,7 @@ def test_of_several_executors_the_one_of_the_last_turn_loads() -> None:
         clients.advise("cold", "a")
         clients.settle()
     handles: Any = [SimpleNamespace(scheduler=one.scheduler, touch=lambda: None) for one in (last, first)]
-    told = advise(Advise(7, 1, "willneed", session="a", seconds=5.0), handles, nullcontext)
+    told = advise(Advise(7, 1, "willneed", session="a", seconds=5.0), handles, lambda _: nullcontext())
     assert (told.outcome, told.blocks, told.tokens) == ("accepted", 12, 48)
     for clients in (first, last):
         clients.settle()

@@ -308,8 +308,6 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
                         executor.take_answer(message, message.error)
                 case GrammarCompiled():
                     executor.take_answer(message)
-                case Found() if message.number < 0:
-                    executor.take_answer(message)
                 case Found():
                     self.router.look_ups.found(executor, message)
                 case StoredDropped():

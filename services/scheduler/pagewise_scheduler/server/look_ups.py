@@ -97,6 +97,9 @@ class LookUps:
 
     def found(self, executor: ExecutorHandle, message: Found) -> None:
         """Take an answer; late ones are ignored."""
+        if message.number < 0:  # a feature of its scheduler has asked
+            executor.take_answer(message)
+            return
         question = self._questions.get(message.number)
         if question is None or question.executor is not executor:
             return

@@ -133,27 +133,20 @@ class Advice(Feature):
             return
         if session.prediction == ENDED:
             self._leave_to_children(session)
-            self._drop_snapshots(own_blocks(session.last, session.number))
+            own = own_blocks(session.last, session.number)
+            session_memory.drop_snapshots(self._kv, own, self._pins.ends)
         elif session.due >= 0:
             own = own_blocks(session.last, session.number)
             session_memory.predict_snapshots(self._kv, own, session.prediction, self._tick)
 
     def _leave_to_children(self, session: Session) -> None:
         """A session has ended: blocks with which live sessions begin are theirs from now on."""
-        heirs: dict[CachedBlock, Session | None] = {}
-        for child in session.children:
-            if child.prediction != ENDED:
-                for node in own_blocks(child.last, session.number):
-                    heirs[node] = child if node not in heirs else None
+        heirs = session.heirs()
         for heir in dict.fromkeys(heirs.values()):
             begin = [node for node, one in heirs.items() if one is heir]
             for node in begin:
                 node.session = heir.number if heir is not None else SHARED
             self._predict(begin, heir.prediction if heir is not None else 0)
-
-    def _drop_snapshots(self, nodes: Iterable[CachedBlock]) -> None:
-        pinned = self._pins.ends
-        session_memory.drop_snapshots(self._kv, (node for node in nodes if node not in pinned))
 
     def _session(self, request: Request) -> Session:
         params = request.params
@@ -363,7 +356,7 @@ class Advice(Feature):
             session.prediction, session.due, session.left = ENDED, _END_SECONDS, self._now
             self._leave_to_children(session)
             own = self._own(session, own, key)
-        self._drop_snapshots(own)
+        session_memory.drop_snapshots(self._kv, own, self._pins.ends)
         self._predict(own, ENDED)
         return Outcome("accepted", blocks=len(own))
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pagewise_scheduler.core.memory.eviction_history import ENDED
+from pagewise_scheduler.core.memory.predicted_uses import own_blocks
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 _MOST_SESSIONS, _MOST_ENDED = 1 << 14, 1 << 10
@@ -39,6 +40,15 @@ class Session:
         if child is not self and not child.parent:
             child.parent = self.number
             self.children = [*(one for one in self.children if one.prediction != ENDED), child]
+
+    def heirs(self) -> "dict[CachedBlock, Session | None]":
+        """Return the blocks of this session with which live ones begin, and which session does; None: several do."""
+        heirs: dict[CachedBlock, Session | None] = {}
+        for child in self.children:
+            if child.prediction != ENDED:
+                for node in own_blocks(child.last, self.number):
+                    heirs[node] = child if node not in heirs else None
+        return heirs
 
 
 class Sessions:

@@ -1,7 +1,7 @@
 """What advice does to the memory of a session: its blocks, and where layers are in several groups, the windows and
 states at their ends."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.tiers.cache_reset import release_node, snapshot_pools
@@ -48,13 +48,13 @@ def demote(kv: KVCacheManager, nodes: Sequence[CachedBlock], copies: list[BlockC
     return num_demoted
 
 
-def drop_snapshots(kv: KVCacheManager, nodes: Iterable[CachedBlock]) -> None:
-    """No sequence begins behind these nodes any more: release the windows and states there. Blocks of full layers that
-    are of use with them alone go first then."""
+def drop_snapshots(kv: KVCacheManager, nodes: Iterable[CachedBlock], kept: Container[CachedBlock]) -> None:
+    """No sequence begins behind these nodes any more: release the windows and states there, except behind those that
+    are ``kept``. Blocks of full layers that are of use with them alone go first then."""
     history, pools = kv.eviction_history, list(snapshot_pools(kv))
     history.reason = "advice"
     for node in nodes if pools else ():
-        for pool in pools:
+        for pool in pools if node not in kept else ():
             pool.forget(node)
     history.reason = "evicted"
 
