@@ -31,8 +31,10 @@ from pagewise_executor.tiers.block_names import (
     header,
     is_sound,
     short_hash,
+    stored_bytes,
 )
 from pagewise_executor.tiers.hashed import SCRATCH, HashedTier
+from pagewise_executor.tiers.small_copies import SmallCopies
 from pagewise_executor.tiers.tier import Rows
 
 _PAGE = 4096
@@ -50,10 +52,12 @@ class DiskTier(HashedTier):
     """A folder of blocks.
 
     ``content``: the model and format of these blocks (``content_name``); ``folder`` may hold blocks of others, too.
-    ``most_bytes``: the bound of the folder; each executor that writes there keeps to it.
+    ``most_bytes``: the bound of the folder; each executor that writes there keeps to it. ``small``: see ``HashedTier``.
     """
 
-    def __init__(self, folder: Path, content: str, bytes_per_block: int, most_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, content: str, bytes_per_block: int, most_bytes: int, small: SmallCopies | None = None
+    ) -> None:
         """Make the folder if it is not there.
 
         Raises:
@@ -73,7 +77,7 @@ class DiskTier(HashedTier):
             _check_own(self._folder.stat(), self._folder)
             for number in range(256):
                 (self._folder / f"{number:02x}").mkdir(exist_ok=True)
-            super().__init__("disk", bytes_per_block, f"{_identity(folder)} {content}")
+            super().__init__("disk", bytes_per_block, f"{_identity(folder)} {content}", small)
         except OSError as error:
             raise ConfigError(f"--disk-cache {folder}: {error}") from error
         self._readers = ThreadPoolExecutor(_READERS, "read disk")
@@ -100,22 +104,24 @@ class DiskTier(HashedTier):
         path = self._path(name)
         content = _aligned(self._file_bytes)
         try:
-            whole = self._fill(path, content)
+            there = self._fill(path, content)
         except FileNotFoundError:
             return False
         except OSError as error:
             self.failed("a block cannot be read: %s", error)
             return False
-        row[:] = content[_PAGE : _PAGE + self.bytes_per_block]
-        sound = whole and is_sound(content[:HEADER_BYTES].tobytes(), name, row)
+        begin = content[:HEADER_BYTES].tobytes()
+        stored = content[_PAGE : _PAGE + stored_bytes(begin)] if there > _PAGE else content[:0]
+        whole = there >= _PAGE + len(stored)  # what lies behind was not read
+        sound = whole and is_sound(begin, name, stored) and self.restore(stored, row)
         with suppress(OSError):  # on a disk that is read-only
             (os.utime if sound else os.unlink)(path)
         if not sound:
             self.failed("%s is corrupt: its checksum does not match", path)
         return sound
 
-    def _fill(self, path: str, content: Rows) -> bool:
-        """Read a file; return whether it was long enough.
+    def _fill(self, path: str, content: Rows) -> int:
+        """Read a file; return how many bytes of it there are.
 
         The read bypasses the page cache if the file system supports it: KV memory has the block afterwards, so a second
         copy in the page cache would be waste.
@@ -137,7 +143,7 @@ class DiskTier(HashedTier):
                 done += got
         finally:
             os.close(descriptor)
-        return done == self._file_bytes
+        return done
 
     def store(self, names: Sequence[BlockName], rows: Rows) -> list[bool]:
         """Write blocks that are not there, then evict if the folder is full. Return for each whether it is there."""
@@ -152,11 +158,13 @@ class DiskTier(HashedTier):
     def _store_one(self, name: BlockName, row: Rows) -> bool:
         path = self._path(name)
         temporary = f"{path}.{uuid.getnode():x}.{os.getpid()}.{next(self._numbers)}{_TEMPORARY}"
-        content = [header(name, row), bytes(_PAGE - HEADER_BYTES), row.tobytes(), bytes(-len(row) % _PAGE)]
+        stored = self.stored(row)
+        content = [header(name, stored), bytes(_PAGE - HEADER_BYTES), stored.tobytes(), bytes(-len(stored) % _PAGE)]
+        size = sum(map(len, content))
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                if os.writev(descriptor, content) != self._file_bytes:
+                if os.writev(descriptor, content) != size:
                     raise OSError(errno.ENOSPC, "a block was written in part")
             finally:
                 os.close(descriptor)
@@ -172,7 +180,7 @@ class DiskTier(HashedTier):
                 self._most_bytes = min(self._most_bytes, max(self._file_bytes, int(self._used * _ROOM)))
             return False
         with self._lock:
-            self._used += self._file_bytes
+            self._used += size
         return True
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from pagewise_executor.tiers.block_names import (
     short_hash,
 )
 from pagewise_executor.tiers.hashed import HashedTier
+from pagewise_executor.tiers.small_copies import SmallCopies
 from pagewise_executor.tiers.tier import Rows
 
 T = TypeVar("T")
@@ -36,10 +37,12 @@ class RedisTier(HashedTier):
     """A server's blocks of one ``content``, which names the model and the block format.
 
     The server has its own bound, ``maxmemory``, with the policy ``allkeys-lru``. ``expire``: seconds after which it
-    deletes a block that was not written again; None: never.
+    deletes a block that was not written again; None: never. ``small``: see ``HashedTier``.
     """
 
-    def __init__(self, url: str, content: str, bytes_per_block: int, expire: int | None = None) -> None:
+    def __init__(
+        self, url: str, content: str, bytes_per_block: int, expire: int | None = None, small: SmallCopies | None = None
+    ) -> None:
         """Connect to ``url``, such as redis://host:6379/0, or rediss:// with TLS.
 
         Raises:
@@ -47,7 +50,8 @@ class RedisTier(HashedTier):
         """
         self._prefix = f"pagewise:{content}:".encode()
         self._expire = expire
-        self._value_bytes = HEADER_BYTES + bytes_per_block
+        sizes = {bytes_per_block} | ({small.num_bytes} if small is not None else set())
+        self._value_bytes = {HEADER_BYTES + size for size in sizes}
         self._per_piece = max(1, _PIECE_BYTES // bytes_per_block)
         self._rests_until = 0.0
         try:
@@ -55,7 +59,7 @@ class RedisTier(HashedTier):
             self._client.set(_IDENTITY, uuid.uuid4().hex, nx=True)
             identity = self._client.get(_IDENTITY)
             assert isinstance(identity, bytes)
-            super().__init__("redis", bytes_per_block, f"{identity.decode()} {content}")
+            super().__init__("redis", bytes_per_block, f"{identity.decode()} {content}", small)
         except (redis.RedisError, ValueError, OSError) as error:
             raise ConfigError(f"--store: {error}") from error
 
@@ -67,7 +71,7 @@ class RedisTier(HashedTier):
             for name in names:
                 pipeline.strlen(self._key(name))  # counts as a use; EXISTS does not
             pipeline.get(_IDENTITY)  # a use of the identity, which must not become the least recently used key
-            return [length == self._value_bytes for length in pipeline.execute()[:-1]]
+            return [length in self._value_bytes for length in pipeline.execute()[:-1]]
 
         return self._ask(lengths, [False] * len(names))
 
@@ -84,9 +88,9 @@ class RedisTier(HashedTier):
     def _take(self, name: BlockName, row: Rows, value: Any) -> bool:
         if value is None:
             return False
-        if len(value) == self._value_bytes:
-            row[:] = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
-            if is_sound(value[:HEADER_BYTES], name, row):
+        if len(value) in self._value_bytes:
+            stored = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
+            if is_sound(value[:HEADER_BYTES], name, stored) and self.restore(stored, row):
                 return True
         self.failed("a block in the store is corrupt: its checksum does not match")
         self._ask(lambda: self._client.delete(self._key(name)), 0)
@@ -104,7 +108,8 @@ class RedisTier(HashedTier):
         def send() -> list[bool]:
             pipeline = self._client.pipeline(transaction=False)
             for name, row in zip(names, rows, strict=True):
-                pipeline.set(self._key(name), header(name, row) + row.tobytes(), ex=self._expire)
+                stored = self.stored(row)
+                pipeline.set(self._key(name), header(name, stored) + stored.tobytes(), ex=self._expire)
             answers = pipeline.execute(raise_on_error=False)
             errors = [answer for answer in answers if isinstance(answer, Exception)]
             if errors:  # the server answers, but it is full or read-only
