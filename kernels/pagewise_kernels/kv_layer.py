@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.uint8
+FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.bits4x2
 GROUP, RECORD = 32, 20
 """In four bits, the numbers of a key or value that share a step and a zero, and the bytes that they take with these."""
 _SLOT_TYPES = (torch.int32, torch.int64)
@@ -98,7 +98,7 @@ class KVLayer:
         if new.stride(2) != 1:
             raise ValueError("the elements of a head lie next to each other in new keys and values")
         check_slots(slots)
-        if self.dtype not in (new.dtype, FP8):
+        if self.dtype not in (new.dtype, FP8, INT8):
             raise TypeError(f"a pool of {self.dtype} does not take {new.dtype}")
 
 

@@ -9,7 +9,7 @@ from pagewise_kernels.attention.checks import Shape
 from pagewise_kernels.attention.config import TileConfig
 from pagewise_kernels.attention.decode_kernel import decode_attention_kernel
 from pagewise_kernels.attention.kernel import attention_kernel
-from pagewise_kernels.kv_layer import KVLayer
+from pagewise_kernels.kv_layer import FP8, KVLayer
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -89,7 +89,7 @@ def run_decode(
     # dimensions before odd ones, and chunks do not.
     even = all(size % 2 == 0 for size in (*layer.strides, q.shape[2]))
     # Half of the dimensions are the inner size of a product, which tensor cores want to be 16 at least.
-    pairs = layer.scales is not None and config.rows < 64 and even and shape.dim >= 32 and not strict
+    pairs = layer.dtype == FP8 and config.rows < 64 and even and shape.dim >= 32 and not strict
     rows = power_of_two(shape.group)
     launch(
         decode_attention_kernel,
@@ -126,7 +126,7 @@ def _options(
 ) -> dict[str, object]:
     """Return the constants and options that both kernels are compiled with.
 
-    Float8 KV becomes float16, which holds all of its values, in one instruction for two of them.
+    KV in eight bits becomes float16, which holds all of its values; float8 in one instruction for two of them.
     """
     if layer.scales is not None and q.dtype != torch.float32:
         compute = tl.float16

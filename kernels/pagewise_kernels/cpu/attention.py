@@ -77,9 +77,9 @@ class CpuStep:
     ) -> torch.Tensor:  # fmt: skip
         """Write k and v [tokens, kv_heads, head_dim] into the pool, attend with q [tokens, heads, head_dim].
 
-        All have one type, float32 or bfloat16, and the pool has it too, or eight or four bits. ``window``: a query sees so many
-        tokens, itself included. With ``rotation``, queries and keys are rotated first, and ``q`` is changed in place.
-        ``sinks`` [heads]: a logit of each query head that takes part in its softmax without a value.
+        All have one type, float32 or bfloat16, and the pool has it too, or eight or four bits. ``window``: a query sees
+        so many tokens, itself included. With ``rotation``, queries and keys are rotated first, and ``q`` is changed in
+        place. ``sinks`` [heads]: a logit of each query head that takes part in its softmax without a value.
         ``attention_chunk``: a query sees the tokens of its own chunk of so many tokens. Without ``write``, K and V are
         in the pool already. Of a layer of latents, v is not read. Returns [tokens, heads, head_dim of a value].
 
@@ -136,8 +136,8 @@ class CpuStep:
             q.dtype in TYPES and q.device.type == "cpu"
         ):
             raise TypeError(
-                "attention takes tensors of one type, float32 or bfloat16, on the CPU, and KV of the same, int8 or int4, not "
-                f"{q.dtype}, {k.dtype}, {v.dtype} and {layer.dtype}"
+                "attention takes tensors of one type, float32 or bfloat16, on the CPU, and KV of the same or in fewer "
+                f"bits, not {q.dtype}, {k.dtype}, {v.dtype} and {layer.dtype}"
             )
         if {q.stride(2), k.stride(2), v.stride(2)} != {1}:
             raise ValueError("the elements of a head lie next to each other in q, k and v")

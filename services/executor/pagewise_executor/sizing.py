@@ -19,8 +19,8 @@ from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_executor.attention.backend import AttentionShape
-from pagewise_executor.attention.registry import KV_TYPES
 from pagewise_executor.attention.device_tables import table_shapes
+from pagewise_executor.attention.registry import KV_TYPES
 from pagewise_executor.cuda_graphs import decode_graphs, mixed_graphs
 from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import Gpu, with_step_limits

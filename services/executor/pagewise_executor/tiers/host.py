@@ -59,8 +59,8 @@ class HostTier(Tier):
     ``issuing``: shared with the thread that issues steps; None: no other thread issues work to the device.
     ``bandwidth``: bytes per second that each direction is limited to; None: no limit. ``verify``: keep a checksum of
     every block that is stored, and check blocks that arrive on the device against it. Blocks of an earlier process are
-    checked in any case. ``keep_memory``: leave the memory to the next process, if it outlives this one. ``small``: makes
-    the copies in ``memory`` smaller, on the CPU.
+    checked in any case. ``keep_memory``: leave the memory to the next process, if it outlives this one. ``small``:
+    makes the copies in ``memory`` smaller, on the CPU.
     """
 
     def __init__(
