@@ -9,7 +9,7 @@ from pagewise_kernels.attention.checks import Shape
 from pagewise_kernels.attention.config import TileConfig
 from pagewise_kernels.attention.decode_kernel import decode_attention_kernel
 from pagewise_kernels.attention.kernel import attention_kernel
-from pagewise_kernels.kv_layer import FP8, KVLayer
+from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -85,11 +85,11 @@ def run_decode(
         ValueError: ``scale`` is not positive, or the plan is on another device than q.
     """
     check_device(q, units)  # by a handle an address of the host would go to the device as it is
-    # Where tensor cores read keys and values from registers, float8 is loaded there in pairs. These sum up even
+    # Where tensor cores read keys and values from registers, eight bits are loaded there in pairs. These sum up even
     # dimensions before odd ones, and chunks do not.
     even = all(size % 2 == 0 for size in (*layer.strides, q.shape[2]))
     # Half of the dimensions are the inner size of a product, which tensor cores want to be 16 at least.
-    pairs = layer.dtype == FP8 and config.rows < 64 and even and shape.dim >= 32 and not strict
+    pairs = layer.scales is not None and config.rows < 64 and even and shape.dim >= 32 and not strict
     rows = power_of_two(shape.group)
     launch(
         decode_attention_kernel,
