@@ -48,7 +48,7 @@ _SPLIT_INT8 = tl.constexpr("""{
     sub.rn.f16x2 $0, first, bias;
     sub.rn.f16x2 $1, second, bias;
 }""")
-"""The same of int8. A byte below 0x64 is, in float16, 1024 and the byte, to which 128 has been added before."""
+"""The same of int8, to which 128 is added: then bytes b, 0x64 are 1024 + b in float16."""
 
 
 @called_by_kernels

@@ -225,7 +225,8 @@ class ModelRunner:
         # Of the pages of a tier with ids, page 0 is the null page here too.
         unused = 0 if self._pages is None else 1
         described = (
-            TierInfo(number, max(0, tier.num_blocks - unused), identity=tier.identity) for number, tier in lower.items()
+            TierInfo(number, max(0, tier.num_blocks - unused), identity=tier.identity, block_bytes=tier.block_bytes)
+            for number, tier in lower.items()
         )
         self.info = msgspec.structs.replace(self.info, tiers=tuple(described))
         return block_format

@@ -53,7 +53,7 @@ class HashedTier(FarTier, ABC):
 
     def __init__(self, name: str, bytes_per_block: int, identity: str, small: SmallCopies | None = None) -> None:
         super().__init__()
-        self.small = small
+        self.small, self.block_bytes = small, small.num_bytes if small is not None else 0
         self.name, self.bytes_per_block, self.identity = name, bytes_per_block, identity
         self._complaints = BoundedLog(log)
         self._inboxes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}

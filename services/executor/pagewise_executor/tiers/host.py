@@ -70,6 +70,7 @@ class HostTier(Tier):
         super().__init__()
         self.memory = memory
         self.num_blocks = memory.num_blocks
+        self.block_bytes = small.num_bytes + small.exact_bytes // EXACT_SHARE if small is not None else 0
         self._pool = pool
         self._keep_memory = keep_memory
         if issuing is None or pool.device.type == "cpu":  # which computes a step where it is issued
@@ -157,7 +158,7 @@ class HostTier(Tier):
     def names(self) -> dict[int, bytes]:
         """Return the hashes of all blocks, or the labels of all pages, once all stores are done."""
         self._wait_for(max(self._stores, default=0))
-        apart = {slot: name for slot, (name, _) in self._copies.exact.items() if name is not None}
+        apart = {slot: name for slot, (name, _) in list(self._copies.exact.items()) if name is not None}
         return self.memory.names() | apart
 
     def names_of(self, blocks: Blocks) -> list[bytes | None]:
@@ -284,7 +285,7 @@ def make_host_tier(
     assert config.host_memory is not None
     whole, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
     block_bytes = pool.bytes_per_block if small is None else small.num_bytes
-    taken = block_bytes if small is None else block_bytes + small.exact_bytes // EXACT_SHARE
+    taken = block_bytes + (small.exact_bytes // EXACT_SHARE if small is not None else 0)
     # All ranks read the free memory before any of them takes its part, which would reduce it for the others.
     num_blocks = ranks.least(whole // ranks.on_host // taken if whole <= free else 0)
     if not num_blocks:
