@@ -65,7 +65,7 @@ def test_numbers_that_come_back_are_those_of_the_formula(kind: str, dtype: torch
     assert 0.003 < errors.max() < (0.01 if kind == "int8" else 0.1)
     # A block that came back has nearly the same codes if it leaves again.
     again, _, more = there_and_back(blocks, back)
-    assert (again != small).mean() < 0.01
+    assert (again != small).mean() < 0.03
     assert more.max() < 0.005
 
 
