@@ -188,8 +188,7 @@ class HostTier(Tier):
     def _read(self, slot: int, row: Rows) -> bool:
         held = self._copies.content(slot)
         row[:] = held if isinstance(held, np.ndarray) else held.numpy()
-        there = self.memory.checksum(slot) is not None or slot in self._copies.exact
-        return there and self._copies.is_sound(slot)
+        return self._copies.checksum(slot) is not None and self._copies.is_sound(slot)
 
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
         """Return blocks without a name: a named block may come from an earlier process."""

@@ -98,11 +98,16 @@ class HostCopies:
         """Whether a checksum is kept with each block that is stored."""
         return self.verify or self.memory.outlives
 
+    def checksum(self, slot: int) -> int | None:
+        """Return the checksum of a block of the host; None if the block is not there."""
+        exact = self.exact.get(slot)
+        return self.memory.checksum(slot) if exact is None else checksum_of(exact[1])
+
     def is_sound(self, slot: int) -> bool:
         """Whether a block of the host is sound: a block that another process wrote must match its checksum, and a block
         for whose exact copy there was no room is not there."""
         memory = self.memory
-        if self.small is not None and slot not in self.exact and memory.checksum(slot) is None:
+        if self.small is not None and self.checksum(slot) is None:
             return False
         return not memory.is_inherited(slot) or memory.checksum(slot) == checksum_of(self.content(slot))
 
