@@ -34,11 +34,11 @@ def to_int8(x: torch.Tensor) -> torch.Tensor:
 
 def to_int4(x: torch.Tensor) -> torch.Tensor:
     """Round to 16 levels between the least and the largest of each ``GROUP`` numbers of a vector, in bfloat16."""
-    groups = x.unflatten(-1, (-1, GROUP))
+    groups = x.reshape(*x.shape[:-1], -1, GROUP)
     low = groups.amin(-1, keepdim=True).bfloat16().float()
     step = ((groups.amax(-1, keepdim=True) - low) / 15).bfloat16().float()
     codes = ((groups - low) / step.clamp_min(_LEAST)).round().clamp(0, 15)
-    return (codes * step + low).flatten(-2)
+    return (codes * step + low).reshape(x.shape)
 
 
 def to_int4_by_channel(x: torch.Tensor, tokens: int = 16) -> torch.Tensor:
@@ -48,5 +48,6 @@ def to_int4_by_channel(x: torch.Tensor, tokens: int = 16) -> torch.Tensor:
     """
     missing = -x.shape[-2] % tokens
     padded = torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], missing, -1)], -2)
-    columns = to_int4(padded.unflatten(-2, (-1, tokens)).transpose(-1, -2).repeat_interleave(GROUP // tokens, -1))
-    return columns[..., :: GROUP // tokens].transpose(-1, -2).flatten(-3, -2)[..., : x.shape[-2], :]
+    columns = padded.reshape(*x.shape[:-2], -1, tokens, x.shape[-1]).transpose(-1, -2)
+    rounded = to_int4(columns.repeat_interleave(GROUP // tokens, -1))[..., :: GROUP // tokens]
+    return rounded.transpose(-1, -2).reshape(padded.shape)[..., : x.shape[-2], :]

@@ -10,6 +10,7 @@ import torch
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.tiers.disk import DiskTier
+from pagewise_executor.tiers.host_copies import EXACT_SHARE
 from pagewise_executor.tiers.small_copies import SmallCopies
 from pagewise_executor.tiers.tier import Rows
 from pagewise_kernels.cpu.small_blocks import SmallBlocks
@@ -155,7 +156,7 @@ def test_blocks_of_the_host_are_smaller_or_exact(model_path: Path, bound: float)
         assert np.abs(numbers - wanted).max() <= np.abs(wanted).max() / 250
     else:
         assert (numbers == wanted).all()
-        assert len(kept) == min(8, host.num_blocks // 16 + 1)
+        assert len(kept) == min(8, host.num_blocks // EXACT_SHARE + 1)
     runner.close()
     exact.close()
 

@@ -21,7 +21,7 @@ from pagewise_executor.tiers.tier import Rows, Tier
 
 log = logging.getLogger(__name__)
 
-EXACT_SHARE = 16
+EXACT_SHARE = 64
 """Of so many blocks in fewer bits, one may have to stay exact: there is room for it beside them."""
 _LARGEST_COPY = 8 * 2**20
 """The bytes of the largest single copy: the uploads of a step may have to wait for one copy."""
