@@ -9,7 +9,7 @@ AUDIT := $(PY) -m pip_audit -r constraints.txt --no-deps --disable-pip --format 
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-avx2 fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging test-lowest test-newest test-cuda-build dist images lint audit sbom lock format types size bench bench-gpu experiments docs site clean
+.PHONY: help setup serve test test-avx2 fuzz test-long test-agents test-console test-documents test-ray test-observability test-chaos soak gpu-smoke test-gpu test-compose test-packaging test-lowest test-newest test-cuda-build dist images lint audit sbom lock format types size bench bench-gpu experiments quality docs site clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -184,6 +184,10 @@ experiments: setup ## The experiments of docs/experiments.md: tables and figures
 	$(PY) -m benchmarks.segments.questions --json benchmarks/results/segments-questions.json
 	$(PY) -m benchmarks.roles.run --jobs 2 --json benchmarks/results/roles.json
 	$(PY) -m benchmarks.roles.processes --json benchmarks/results/roles-cpu.json
+
+# MODEL: of any folder or name that serves as the first argument of `pagewise serve`. More options in ARGS="--text FILE".
+quality: setup ## What fewer bits cost in quality: weights, KV and tiers in each format beside float32, of MODEL
+	$(PY) -m benchmarks.quantization.run --model $(or $(MODEL),pagewise-demo) $(ARGS)
 
 docs: setup ## Make the tables of options and metrics anew; check that documents point at what exists
 	$(PY) -m docs.tables

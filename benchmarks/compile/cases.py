@@ -20,7 +20,7 @@ from pagewise_kernels.attention.specialised import SPECIALISED, specialised_pref
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.experts import choose_experts, sum_of_experts
-from pagewise_kernels.kv_layer import FP8, KVLayer, Scales
+from pagewise_kernels.kv_layer import FP8, INT8, KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraLayer, LoraTiles, add_lora
@@ -49,7 +49,7 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def _layer(dtype: torch.dtype, kv_heads: int, head_dim: int, block_size: int = 16) -> KVLayer:
     pool = _empty(64, block_size, kv_heads, head_dim, dtype=dtype)
     scale = _empty(64, block_size, kv_heads, dtype=torch.float32)
-    return KVLayer(pool, pool, Scales(scale, scale) if dtype == FP8 else None)
+    return KVLayer(pool, pool, Scales(scale, scale) if dtype in (FP8, INT8) else None)
 
 
 def _attention(
@@ -140,6 +140,7 @@ def _add_other_shapes() -> None:
         CASES[f"{kind} d128 bf16 kv fp8 deterministic"] = partial(
             _attention, bf16, FP8, 32, 8, 128, kind, deterministic=True
         )
+        CASES[f"{kind} d128 bf16 kv int8"] = partial(_attention, bf16, INT8, 32, 8, 128, kind)
         for block_size in (1, 3, 32, 256):
             CASES[f"{kind} d128 bf16 blocks of {block_size}"] = partial(
                 _attention, bf16, bf16, 32, 8, 128, kind, block_size=block_size
@@ -227,12 +228,15 @@ def _add_others() -> None:
     CASES["rms_norm bf16 rounded"] = _rounded_rms_norm
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["rope_write_kv bf16 kv fp8"] = partial(_rope_write_kv, torch.bfloat16, FP8)
+    CASES["write_kv bf16 kv int8"] = partial(_write_kv, torch.bfloat16, INT8, 8, 128)
+    CASES["rope_write_kv bf16 kv int8"] = partial(_rope_write_kv, torch.bfloat16, INT8)
     CASES["write_kv fp16 d80"] = partial(_write_kv, torch.float16, torch.float16, 32, 80)
     CASES["blocks"] = _blocks
     for dtype in (torch.bfloat16, torch.float32):
         CASES[f"move_tokens {_name(dtype)}"] = partial(_move_tokens, dtype, 128)
     CASES["move_tokens bf16 interleaved"] = partial(_move_tokens, torch.bfloat16, 64, interleaved=True)
     CASES["move_tokens kv fp8"] = partial(_move_tokens, FP8, 128)
+    CASES["move_tokens kv int8"] = partial(_move_tokens, INT8, 128)
     CASES["decode_inputs"] = _decode_inputs
     for rank, rows in ((16, 16), (16, 64), (64, 16), (256, 64)):
         CASES[f"lora r{rank} bf16 rows {rows}"] = partial(_lora, torch.bfloat16, rank, rows)

@@ -3,7 +3,7 @@
     python -m benchmarks.cpu_steps.run
     python -m benchmarks.cpu_steps.run --kernels torch cpu cpu+int8 cpu+int4 cpu+bfloat16 --json FILE
     python -m benchmarks.cpu_steps.run --kernels torch torch+mmu cpu
-    python -m benchmarks.cpu_steps.run --kernels cpu cpu+kv-int8 cpu+bfloat16 --cases "decode 4, 1k" "decode 4, 8k"
+    python -m benchmarks.cpu_steps.run --kernels cpu cpu+kv-int8 cpu+kv-int4 --cases "decode 4, 1k" "decode 4, 8k"
 
 Each kind of kernels has a process of its own, which runs a Llama of 49M parameters on a model runner without a
 scheduler. The processes take turns. CPU milliseconds are of the whole process; every number is the median and the least
@@ -62,7 +62,7 @@ def serve_cases(model: str, kernels: str, threads: int | None) -> None:
         quantization=option if option in ("int8", "int4") else "none",  # type: ignore[arg-type]
         kv_mapping="mmu" if option == "mmu" else "table",
         kv_layout="blocks" if option == "mmu" else "layers",  # else there would be too many maps
-        kv_dtype="int8" if option == "kv-int8" else "auto",
+        kv_dtype=option.removeprefix("kv-") if option.startswith("kv-") else "auto",  # type: ignore[arg-type]
         num_blocks=NUM_BLOCKS,
         max_num_seqs=32,
         profile=False,

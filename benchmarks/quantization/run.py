@@ -1,19 +1,26 @@
-"""The effect of ``--quantization``, ``--kv-dtype int8`` and bfloat16 on next-token distributions, beside float32.
+"""Quality in fewer bits: a model with weights, KV or tiers in each format, beside itself in float32.
 
-    python -m benchmarks.quantization.run [--model FOLDER] [--only NAME ...] [--json FILE]
+    python -m benchmarks.quantization.run [--model FOLDER] [--text FILE] [--only NAME ...] [--json FILE]
+    make quality MODEL=FOLDER
 
-The texts are modules of Python's standard library, which the demo model was trained on. All models see the same
-tokens, so each position is one comparison: the Kullback-Leibler divergence from the exact distribution, and whether the
-likeliest token is the same one. ``greedy``: how many tokens that the exact model generates greedily the other one
-generates as well, before the first that differs. ``fp8 weights``: with
-inputs that are not rounded, as on GPUs without FP8. ``int4 weights``: likewise.
+The texts are modules of Python's standard library, which the demo model was trained on, or pieces of ``--text``. All
+formats see the same tokens, so each position is one comparison: the Kullback-Leibler divergence from the exact
+distribution of the next token, and whether the likeliest token is the same one. ``perplexity``: of the text, and
+``perplexity_exact`` of the same positions in float32. ``greedy``: how many tokens that the exact model generates
+greedily the other one generates as well, before the first that differs.
+
+``KV``: all keys and values are rounded. ``tier``: the first half of a text has been computed exactly, and comes back
+from a tier; the second half is compared. ``fp8 weights``: with inputs that are not rounded, as on GPUs without FP8.
+``int4 weights``: likewise. What is rounded is computed by transformers in float32, except for linear layers in int8 and
+int4, which the CPU operations compute.
 """
 
 import argparse
 import statistics
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pagewise_executor.models.packed_linear import Int4Linear, Quantization, pack_linears, quantisation_of
@@ -21,12 +28,21 @@ from pagewise_executor.models.preparation import parts_of
 from pagewise_executor.models.quantised_linear import QuantisedLinear, quantise_linears
 from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise_inputs
 from pagewise_shared.model_files import resolve_model
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from benchmarks.quantization.rounding import Rounding, to_bfloat16, to_fp8, to_int4, to_int4_by_channel, to_int8
 from benchmarks.record import record_file, write_record
 
 _FILES = ("ast", "bisect", "calendar", "csv", "dataclasses", "difflib", "fractions", "heapq", "queue", "textwrap")
 _LENGTH, _NEW = 512, 64
+_KV: dict[str, tuple[Rounding, Rounding]] = {
+    "KV bfloat16": (to_bfloat16, to_bfloat16),
+    "KV fp8": (to_fp8, to_fp8),
+    "KV int8": (to_int8, to_int8),
+    "KV int4": (to_int4, to_int4),
+    "KV int4, keys by channel": (to_int4_by_channel, to_int4),
+}
+_TIERS: dict[str, Rounding] = {"tier int8": to_int8, "tier int4": to_int4}
 
 
 class _Unpacked(torch.nn.Module):
@@ -54,90 +70,166 @@ class _ExactInputs(torch.nn.Module):
         return self.packed.linear(x.flatten(0, -2), exact=True).view(*x.shape[:-1], -1)
 
 
-def _packed(model: Any, quantization: Quantization) -> Any:
-    """Return a model with the linear layers that ``--quantization`` makes."""
-    for part in list(parts_of(model)):
-        pack_linears(model, "cpu", quantisation_of(part, quantization), part)
+class Formats:
+    """The model in ``path`` in each format, made when it is asked for: two models are in memory at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rounding: tuple[Rounding, Rounding] = (to_int8, to_int8)
+        AttentionInterface.register("rounded", self._attend)
+        quantisations: tuple[Quantization, ...] = ("int8", "int4")
+        self.make: dict[str, Callable[[], Any]] = {
+            **{name: lambda name=name: self._packed(name) for name in quantisations},
+            "int4 weights": lambda: _replaced(self._packed("int4"), Int4Linear, _ExactInputs),
+            "fp8": lambda: self._fp8(Inputs()),
+            "fp8 weights": lambda: self._fp8(Inputs(quantised=False)),
+            "bfloat16": lambda: self.exact(dtype=torch.bfloat16),
+            **{name: lambda name=name: self._rounded(_KV[name]) for name in _KV},
+        }
+
+    def exact(self, **options: Any) -> Any:
+        """Return the model, in float32 unless ``options`` of transformers name another type."""
+        kind: Any = AutoModelForCausalLM
+        return kind.from_pretrained(self._path, **{"dtype": torch.float32, **options}).eval()
+
+    def _packed(self, quantization: Quantization) -> Any:
+        """Return the model with the linear layers that ``--quantization`` makes."""
+        model = self.exact()
+        for part in list(parts_of(model)):
+            pack_linears(model, "cpu", quantisation_of(part, quantization), part)
+        return model
+
+    def _fp8(self, inputs: Inputs) -> Any:
+        model = self.exact()
+        for part in list(parts_of(model)):
+            if quantisation_of(part, "fp8") == "fp8":
+                quantise_linears(model, FP8, part)
+        return _replaced(model, QuantisedLinear, lambda linear: _Unpacked(linear, inputs))
+
+    def _rounded(self, rounding: tuple[Rounding, Rounding]) -> Any:
+        self._rounding = rounding
+        return self.exact(attn_implementation="rounded")
+
+    def _attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **options: Any
+    ) -> Any:
+        """Compute attention with rounded K and V [1, heads, tokens, head_dim]."""
+        interface: Any = AttentionInterface
+        key, value = (each(part) for each, part in zip(self._rounding, (key, value), strict=True))
+        return interface()["sdpa"](module, query, key, value, *mask, **options)
+
+
+def _replaced(model: Any, kind: type[torch.nn.Module], by: Callable[[Any], torch.nn.Module]) -> Any:
+    """Return the model with each module of a kind replaced."""
+    for place, module in list(model.named_modules()):
+        if isinstance(module, kind):
+            model.set_submodule(place, by(module))
     return model
 
 
-def _attend_to_int8(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **options: Any
-) -> Any:
-    """Compute attention with K and V [1, heads, tokens, head_dim] that are rounded by token and head."""
-    rounded = (quantise_inputs(part.flatten(0, -2), torch.int8) for part in (key, value))
-    key, value = (values.mul_(scales).view(key.shape) for values, scales in rounded)
-    interface: Any = AttentionInterface
-    return interface()["sdpa"](module, query, key, value, *mask, **options)
+def _prefix(model: Any, ids: torch.Tensor, rounding: Rounding | None) -> Any:
+    """Return a cache of the tokens ``ids`` [1, tokens], with K and V rounded as a tier does."""
+    cache: Any = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache, use_cache=True)
+    for layer in cache.layers if rounding is not None else ():
+        layer.keys, layer.values = rounding(layer.keys), rounding(layer.values)
+    return cache
 
 
-def _differences(exact: Any, other: Any, texts: list[torch.Tensor]) -> dict[str, Any]:
-    """Compare two models on texts, each [1, tokens]."""
+def _logits(model: Any, ids: torch.Tensor, recovered: Rounding | None) -> torch.Tensor:
+    """Return the log-probabilities of the tokens behind ``ids`` [1, tokens]: of all, or of the second half behind a
+    prefix that was recovered from a tier."""
+    if recovered is None:
+        return model(ids).logits[0].float().log_softmax(-1)
+    half = ids.shape[1] // 2
+    cache = _prefix(model, ids[:, :half], recovered)
+    return model(ids[:, half:], past_key_values=cache).logits[0].float().log_softmax(-1)
+
+
+def _greedy(model: Any, prompt: torch.Tensor, recovered: Rounding | None) -> torch.Tensor:
+    """Return the ``_NEW`` tokens that follow a prompt [1, tokens]; its last token is always computed."""
+    cache, found = _prefix(model, prompt[:, :-1], recovered), prompt[:, -1:]
+    tokens = []
+    for _ in range(_NEW):
+        found = model(found, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(found)
+    return torch.cat(tokens, 1)[0]
+
+
+class _Exact(NamedTuple):
+    """A text [1, tokens], the exact log-probabilities behind its tokens, and the tokens that follow its first half."""
+
+    ids: torch.Tensor
+    logits: torch.Tensor
+    greedy: torch.Tensor
+
+
+def _exact(model: Any, ids: torch.Tensor) -> _Exact:
+    return _Exact(ids, _logits(model, ids, None), _greedy(model, ids[:, : ids.shape[1] // 2], None))
+
+
+def _compare(model: Any, texts: list[_Exact], recovered: Rounding | None = None) -> dict[str, Any]:
+    """Compare a model with the exact one."""
     divergences: list[float] = []
+    surprises: tuple[list[float], list[float]] = ([], [])
     agreeing = 0
     greedy: list[int] = []
-    for ids in texts:
-        wanted, found = (model(ids).logits[0].float().log_softmax(-1) for model in (exact, other))
+    for text in texts:
+        found = _logits(model, text.ids, recovered)
+        wanted = text.logits[-len(found) :]
         divergences += (wanted.exp() * (wanted - found)).sum(-1).tolist()
         agreeing += int((wanted.argmax(-1) == found.argmax(-1)).sum())
-        outputs = [
-            model.generate(ids[:, : _LENGTH // 2], max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False)[0]
-            for model in (exact, other)
-        ]
-        same = (outputs[0] == outputs[1])[_LENGTH // 2 :].int()
+        following = text.ids[0, -len(found) + 1 :, None]
+        for surprise, of in zip(surprises, (wanted, found), strict=True):
+            surprise += (-of[:-1].gather(1, following)).flatten().tolist()
+        same = (text.greedy == _greedy(model, text.ids[:, : text.ids.shape[1] // 2], recovered)).int()
         greedy.append(int(same.cumprod(0).sum()))
+    of_exact, of_model = (torch.tensor(surprise).mean().exp().item() for surprise in surprises)
     return {
         "positions": len(divergences),
         "kl_mean": round(statistics.mean(divergences), 6),
         "kl_largest": round(max(divergences), 4),
         "argmax_agreement": round(agreeing / len(divergences), 4),
+        "perplexity": round(of_model, 4),
+        "perplexity_exact": round(of_exact, 4),
         "greedy": greedy,
         "greedy_length": _NEW,
     }
 
 
+def _texts(path: Path, file: str | None) -> list[torch.Tensor]:
+    """Return pieces of text as tokens [1, tokens] of the model in ``path``."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if file is None:
+        modules = [(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text() for name in _FILES]
+        return [torch.tensor([tokenizer(text)["input_ids"][:_LENGTH]]) for text in modules]
+    ids = tokenizer(Path(file).read_text())["input_ids"][: len(_FILES) * _LENGTH]
+    pieces = [ids[start : start + _LENGTH] for start in range(0, len(ids), _LENGTH)]
+    return [torch.tensor([piece]) for piece in pieces if len(piece) >= min(len(ids), _LENGTH)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="pagewise-demo")
+    parser.add_argument("--text", help="a text file; by default modules of Python's standard library")
     parser.add_argument("--only", nargs="+", help="what to compare, such as fp8; by default everything")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     path = resolve_model(args.model)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    kind: Any = AutoModelForCausalLM
-
-    def exact_model() -> Any:
-        return kind.from_pretrained(path, dtype=torch.float32).eval()
-
-    exact = exact_model()
-    others = {
-        "int8": _packed(exact_model(), "int8"), "int4": _packed(exact_model(), "int4"),
-        "int4 weights": _packed(exact_model(), "int4"),
-        "bfloat16": kind.from_pretrained(path, dtype=torch.bfloat16).eval(),
-    }  # fmt: skip
-    for place, module in list(others["int4 weights"].named_modules()):
-        if isinstance(module, Int4Linear):
-            others["int4 weights"].set_submodule(place, _ExactInputs(module))
-    AttentionInterface.register("rounded", _attend_to_int8)
-    others["KV int8"] = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="rounded").eval()
-    for name, inputs in (("fp8", Inputs()), ("fp8 weights", Inputs(quantised=False))):
-        others[name] = exact_model()
-        for layer in range(len(others[name].model.layers)):
-            quantise_linears(others[name], FP8, f"model.layers.{layer}")
-        for place, module in list(others[name].named_modules()):
-            if isinstance(module, QuantisedLinear):
-                others[name].set_submodule(place, _Unpacked(module, inputs))
-    texts = [(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text() for name in _FILES]
-    ids = [torch.tensor([tokenizer(text)["input_ids"][:_LENGTH]]) for text in texts]
+    formats, texts = Formats(path), _texts(path, args.text)
+    unknown = set(args.only or ()) - {*formats.make, *_TIERS}
+    if unknown:
+        parser.error(f"--only: {', '.join(sorted(unknown))} are none of {', '.join([*formats.make, *_TIERS])}")
+    numbers: dict[str, Any] = {}
     with torch.inference_mode():
-        numbers = {
-            name: _differences(exact, other, ids)
-            for name, other in others.items()
-            if args.only is None or name in args.only
-        }
-    for name, row in numbers.items():
-        for key, value in row.items():
-            print(f"{name:>13} {key:>17} {value}")
+        exact = formats.exact()
+        compared = [_exact(exact, ids) for ids in texts]
+        for name in [*formats.make, *_TIERS]:
+            if args.only is None or name in args.only:
+                model = exact if name in _TIERS else formats.make[name]()
+                numbers[name] = _compare(model, compared, _TIERS.get(name))
+                row = "  ".join(f"{key} {value}" for key, value in numbers[name].items() if key != "greedy_length")
+                print(f"{name:>24}  {row}", flush=True)
     if args.json:
         write_record(args.json, numbers)
 

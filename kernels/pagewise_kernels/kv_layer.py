@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
+FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.bits4x2
+GROUP, RECORD = 32, 20
+"""In four bits, the numbers of a key or value that share a step and a zero, and the bytes that they take with these."""
 _SLOT_TYPES = (torch.int32, torch.int64)
 
 
@@ -19,6 +21,8 @@ class Scales(NamedTuple):
 @dataclass(slots=True, eq=False)
 class KVLayer:
     """``keys`` and ``values`` [num_blocks, block_size, kv_heads, head_dim], of equal strides; scales of eight bits.
+
+    In four bits (``INT4``) the last dimension has the bytes of a head: its records of ``GROUP`` numbers.
 
     A layer of latents (MLA) keeps one vector per token: ``values`` are views of the last ``latent`` elements of each
     key, so that writing the keys writes them as well. In other layers ``latent`` is 0. There the end of a key and the
@@ -66,9 +70,14 @@ class KVLayer:
                 f"{keys.dtype} and {values.dtype}{', with scales' if self.scales else ''}"
             )
         _, self.block_size, self.kv_heads, self.head_dim = keys.shape
-        self.latent = values.shape[3] if values.shape[3] < self.head_dim else 0
+        if keys.dtype == INT4:
+            if self.head_dim % RECORD or values.shape != keys.shape:
+                raise ValueError(f"a head in four bits has records of {RECORD} bytes, not {list(keys.shape)}")
+            self.head_dim = self.head_dim // RECORD * GROUP
+        size = keys.shape[3]
+        self.latent = values.shape[3] if values.shape[3] < size else 0
         distance = (values.data_ptr() - keys.data_ptr()) // keys.itemsize
-        self.shared = self.head_dim - distance if not self.latent and 0 < distance < self.head_dim else 0
+        self.shared = size - distance if not self.latent and 0 < distance < size else 0
         self.dtype, self.strides, self.scale_strides = keys.dtype, keys.stride()[:3], (0, 0, 0)
         self.scale_pointers = Scales(keys, values)
         if self.scales is not None:
@@ -89,7 +98,7 @@ class KVLayer:
         if new.stride(2) != 1:
             raise ValueError("the elements of a head lie next to each other in new keys and values")
         check_slots(slots)
-        if self.dtype not in (new.dtype, FP8):
+        if self.dtype not in (new.dtype, FP8, INT8):
             raise TypeError(f"a pool of {self.dtype} does not take {new.dtype}")
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
 from pagewise_kernels.kv_layer import KVLayer
-from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
+from pagewise_kernels.kv_write import most_of, rounded_kv
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -25,7 +25,7 @@ def rope_write_kv_kernel(
     stride_st, stride_sh,
     eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr, MOST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SCALES: tl.constexpr, MOST: tl.constexpr,
     ROUND_FIRST: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Programs: token, ROWS of its heads (queries, then keys, then values)."""
@@ -64,16 +64,15 @@ def rope_write_kv_kernel(
         k_head, v_head = rows - HEADS, rows - HEADS - KV_HEADS
         k_at = keys + block * stride_kb + offset * stride_kt + k_head[:, None] * stride_kh + dims[None, :]
         v_at = values + block * stride_vb + offset * stride_vt + v_head[:, None] * stride_vh + dims[None, :]
-        if IS_FP8:
+        if HAS_SCALES:
             a, b = first.to(tl.float32), second.to(tl.float32)
             most = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)
             own = tl.maximum(most, 1e-12) / MOST
             scale_at = block * stride_sb + offset * stride_st
             tl.store(k_scales + scale_at + k_head * stride_sh, own, mask=is_key)
             tl.store(v_scales + scale_at + v_head * stride_sh, own, mask=is_value)
-            a, b = a / own[:, None], b / own[:, None]
-            if ROUND_FIRST:
-                a, b = round_to_e4m3(a), round_to_e4m3(b)
+            a = rounded_kv(a / own[:, None], MOST, ROUND_FIRST)
+            b = rounded_kv(b / own[:, None], MOST, ROUND_FIRST)
             stored_first, stored_second = a.to(keys.dtype.element_ty), b.to(keys.dtype.element_ty)
         else:
             stored_first, stored_second = first, second
@@ -120,7 +119,8 @@ def rope_write_kv(
         qkv.stride(0), qkv.stride(1), cos.stride(0),
         *layer.strides, *layer.strides, *layer.scale_strides, float(eps),
         HEADS=rows - 2 * kv_heads, KV_HEADS=kv_heads, HALF=half, HALF_PADDED=padded, ROWS=tile_rows,
-        BLOCK_SIZE=layer.block_size, HAS_NORM=head_norm is not None, IS_FP8=layer.scales is not None, MOST=FP8_MOST,
+        BLOCK_SIZE=layer.block_size, HAS_NORM=head_norm is not None, HAS_SCALES=layer.scales is not None,
+        MOST=most_of(layer),
         ROUND_FIRST=interpreted(), num_warps=4,
     )  # fmt: skip
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.kv_layer import KVLayer, check_slots
-from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
+from pagewise_kernels.kv_write import most_of, rounded_kv
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
 
@@ -15,7 +15,7 @@ def move_tokens_kernel(
     keys, values, k_scales, v_scales, sources, targets, cos, sin,
     stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_sb, stride_st, stride_sh,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, IS_FP8: tl.constexpr, MOST: tl.constexpr,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_SCALES: tl.constexpr, MOST: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
     """One program per token: all its heads, K and V. ``PAIRS``: of elements that are rotated, at the head's beginning.
@@ -49,15 +49,14 @@ def move_tokens_kernel(
     k = tl.load(k_from + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     k_other = tl.load(k_from + other[None, :], mask=inside, other=0.0).to(tl.float32)
     moved = k * c + k_other * s
-    if IS_FP8:
+    if HAS_SCALES:
         scale_from = from_block * stride_sb + from_offset * stride_st + heads * stride_sh
         scale_to = to_block * stride_sb + to_offset * stride_st + heads * stride_sh
         moved *= tl.load(k_scales + scale_from, mask=heads < HEADS, other=0.0)[:, None]
         scale = tl.maximum(tl.max(tl.abs(moved), 1), 1e-12) / MOST
         tl.store(k_scales + scale_to, scale, mask=heads < HEADS)
         moved = moved / scale[:, None]
-        if ROUND_FIRST:
-            moved = round_to_e4m3(moved)
+        moved = rounded_kv(moved, MOST, ROUND_FIRST)
         v_scale = tl.load(v_scales + scale_from, mask=heads < HEADS, other=0.0)
         tl.store(v_scales + scale_to, v_scale, mask=heads < HEADS)
     tl.store(k_to + dims[None, :], moved.to(keys.dtype.element_ty), mask=inside)
@@ -103,6 +102,6 @@ def move_tokens(
         layer.keys, layer.values, *layer.scale_pointers, sources, targets, cos, sin,
         *layer.strides, *layer.strides, *layer.scale_strides,
         BLOCK_SIZE=layer.block_size, HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,
-        DIM=power_of_two(head_dim), PAIRS=pairs, INTERLEAVED=interleaved, IS_FP8=layer.scales is not None,
-        MOST=FP8_MOST, ROUND_FIRST=interpreted(), num_warps=4 if heads * head_dim <= 2048 else 8,
+        DIM=power_of_two(head_dim), PAIRS=pairs, INTERLEAVED=interleaved, HAS_SCALES=layer.scales is not None,
+        MOST=most_of(layer), ROUND_FIRST=interpreted(), num_warps=4 if heads * head_dim <= 2048 else 8,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from pagewise_kernels.kv_write import write_kv
 from tests.kernels import oracles
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Case:
     scale: float | None = None
     dtype: torch.dtype = torch.float32
     fp8: bool = False
+    int8: bool = False
     heads_first: bool = False
     has_sinks: bool = False
     attention_chunk: int | None = None
@@ -49,8 +50,8 @@ class Case:
         self.tables = torch.randperm(num_blocks, generator=generator)[: len(self.lengths) * most]
         self.tables = self.tables.view(len(self.lengths), most).to(device, torch.int32)
         self.scales = None
-        if self.fp8:
-            stored = [torch.zeros(shape, device=device).to(FP8) for _ in range(2)]
+        if self.fp8 or self.int8:
+            stored = [torch.zeros(shape, device=device).to(FP8 if self.fp8 else INT8) for _ in range(2)]
             self.scales = Scales(*(torch.zeros(shape[:3], device=device) for _ in range(2)))
             flat = (t.flatten(0, 1) for t in (self.keys, self.values))
             layer = KVLayer(*stored, self.scales)
@@ -133,6 +134,8 @@ SMALL = {
     "fp8": Case(fp8=True, heads=8),
     "sinks": Case(has_sinks=True, heads=8),
     "sinks, window and softcap": Case(has_sinks=True, window=20, softcap=5.0),
+    "int8": Case(int8=True, heads=8),
+    "int8, bfloat16": Case(int8=True, dtype=torch.bfloat16, head_dim=24, window=20),
     "sinks, fp8": Case(has_sinks=True, fp8=True, heads=8, dtype=torch.bfloat16),
     "fp8, float16": Case(fp8=True, dtype=torch.float16, head_dim=24),
 }

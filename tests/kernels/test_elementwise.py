@@ -6,7 +6,7 @@ import pytest
 import torch
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
-from pagewise_kernels.kv_layer import FP8, KVLayer, Scales
+from pagewise_kernels.kv_layer import FP8, INT8, KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.quantised import quantise_rows
@@ -56,18 +56,23 @@ def test_kv_goes_where_the_slots_say(dtype: torch.dtype, real: bool, device: tor
         assert not flat[untouched].any()
 
 
+@pytest.mark.parametrize("stored_as", [FP8, INT8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_kv_is_scaled_by_token_and_head(dtype: torch.dtype, device: torch.device) -> None:
+def test_kv_in_eight_bits_is_scaled_by_token_and_head(
+    dtype: torch.dtype, stored_as: torch.dtype, device: torch.device
+) -> None:
     k, v = (torch.randn(6, 2, 16, device=device).to(dtype) * 100 for _ in range(2))
     k[3, 1] = 0.0
-    pool = [torch.zeros(4, 2, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    pool = [torch.zeros(4, 2, 2, 16, device=device).to(stored_as) for _ in range(2)]
     scales = Scales(*(torch.zeros(4, 2, 2, device=device) for _ in range(2)))
     slots = torch.tensor([7, 0, 3, 4, 5, 1], device=device)
     write_kv(k, v, KVLayer(*pool, scales), slots)
     for stored, scale, new in zip(pool, (scales.keys, scales.values), (k, v), strict=True):
         back = stored.float().flatten(0, 1)[slots] * scale.flatten(0, 1)[slots][..., None]
-        # The smallest numbers are multiples of 2^-9 times the scale.
-        torch.testing.assert_close(back, new.float(), atol=float(scale.max()) / 512, rtol=0.07)
+        if stored_as == INT8:
+            assert ((back - new.float()).abs() <= 0.5001 * scale.flatten(0, 1)[slots][..., None]).all()
+        else:  # the smallest numbers are multiples of 2^-9 times the scale
+            torch.testing.assert_close(back, new.float(), atol=float(scale.max()) / 512, rtol=0.07)
 
 
 def test_kv_that_does_not_fit_is_refused() -> None:

@@ -39,21 +39,36 @@ _SPLIT = tl.constexpr("""{
     cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
 """Pairs (a, b), (c, d), bytes a, b, c, d of a register from the lowest on, become (a, c) and (b, d) in float16."""
+_SPLIT_INT8 = tl.constexpr("""{
+    .reg .b32 biased, first, second, bias;
+    xor.b32 biased, $2, 0x80808080;
+    prmt.b32 first, biased, 0x64646464, 0x4240;
+    prmt.b32 second, biased, 0x64646464, 0x4341;
+    mov.b32 bias, 0x64806480;
+    sub.rn.f16x2 $0, first, bias;
+    sub.rn.f16x2 $1, second, bias;
+}""")
+"""The same of int8, to which 128 is added: then bytes b, 0x64 are 1024 + b in float16."""
 
 
 @called_by_kernels
-def unpack_pairs(pairs, COMPUTE: tl.constexpr):
-    """The first and the second values in ``COMPUTE`` of pairs of float8_e4m3fn, which are int16 of any shape.
+def unpack_pairs(pairs, COMPUTE: tl.constexpr, IS_INT8: tl.constexpr):
+    """The first and the second values in ``COMPUTE`` of pairs of float8_e4m3fn or int8, which are int16 of any shape.
 
     Matrix products want values of neighbouring tokens in one register, and KV has neighbouring dimensions next to each
     other. Only elements of 16 bits are transposed when they are loaded from shared memory (``ldmatrix``). So
     values are loaded as pairs, and each half of the dimensions becomes a matrix of its own: three instructions for four
-    values. Triton would load each byte by itself, and convert it to bfloat16 with three further instructions.
+    values, or five of int8. Triton would load each byte by itself, and convert it to bfloat16 with three further
+    instructions.
     """
     if tl.float16 == COMPUTE and not _INTERPRETED:
         first, second = tl.inline_asm_elementwise(
-            _SPLIT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            _SPLIT_INT8 if IS_INT8 else _SPLIT, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
+    elif IS_INT8:
+        bits = pairs.to(tl.uint16, bitcast=True)
+        first = (bits & 0xFF).to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
+        second = (bits >> 8).to(tl.uint8).to(tl.int8, bitcast=True).to(COMPUTE)
     else:  # the interpreter knows no machine code, and float32 is not multiplied by such products
         bits = pairs.to(tl.uint16, bitcast=True)
         first = (bits & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(COMPUTE)
@@ -71,10 +86,11 @@ def attend_context(
 ):  # fmt: skip
     """Sums acc [M, DIM], high [M] (log2) and total [M] of context tokens ``start`` to ``stop``.
 
-    ``start`` is a multiple of TILE unless HAS_WINDOW. ``PAIRS``: float8 is read two elements at a time (``float8``).
+    ``start`` is a multiple of TILE unless HAS_WINDOW. ``PAIRS``: eight bits are read two elements at a time.
     """
     high = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
+    IS_INT8: tl.constexpr = keys.dtype.element_ty == tl.int8
     EACH: tl.constexpr = 2 if PAIRS else 1
     ZERO: tl.constexpr = 0 if PAIRS else 0.0
     acc = tl.zeros([M, DIM // EACH], tl.float32)
@@ -101,7 +117,7 @@ def attend_context(
             k = tl.load(keys + at, mask=in_head[None, :], other=ZERO)
             v = tl.load(values + at, mask=seen[:, None] & in_head[None, :], other=ZERO)
         if PAIRS:
-            first, second = unpack_pairs(tl.trans(k), COMPUTE)
+            first, second = unpack_pairs(tl.trans(k), COMPUTE, IS_INT8)
             scores = tl.dot(first_q, first, input_precision=PRECISION)
             scores = tl.dot(second_q, second, scores, input_precision=PRECISION)
         else:
@@ -116,7 +132,7 @@ def attend_context(
         )
         weights = weights.to(COMPUTE)
         if PAIRS:
-            first, second = unpack_pairs(v, COMPUTE)
+            first, second = unpack_pairs(v, COMPUTE, IS_INT8)
             acc = tl.dot(weights, first, acc * shrink[:, None], input_precision=PRECISION)
             second_acc = tl.dot(weights, second, second_acc * shrink[:, None], input_precision=PRECISION)
         else:

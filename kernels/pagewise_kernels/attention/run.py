@@ -85,7 +85,7 @@ def run_decode(
         ValueError: ``scale`` is not positive, or the plan is on another device than q.
     """
     check_device(q, units)  # by a handle an address of the host would go to the device as it is
-    # Where tensor cores read keys and values from registers, float8 is loaded there in pairs. These sum up even
+    # Where tensor cores read keys and values from registers, eight bits are loaded there in pairs. These sum up even
     # dimensions before odd ones, and chunks do not.
     even = all(size % 2 == 0 for size in (*layer.strides, q.shape[2]))
     # Half of the dimensions are the inner size of a product, which tensor cores want to be 16 at least.
@@ -126,7 +126,7 @@ def _options(
 ) -> dict[str, object]:
     """Return the constants and options that both kernels are compiled with.
 
-    Float8 KV becomes float16, which holds all of its values, in one instruction for two of them.
+    KV in eight bits becomes float16, which holds all of its values; float8 in one instruction for two of them.
     """
     if layer.scales is not None and q.dtype != torch.float32:
         compute = tl.float16

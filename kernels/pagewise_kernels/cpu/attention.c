@@ -87,16 +87,22 @@ INLINE void write_token(const struct attention *a, long token, int bf16, int kv)
     void *key = (char *)a->keys + key_at * size_of(kv), *value = (char *)a->values + value_at * size_of(kv);
     const void *k = at(a->k, token * a->k_token + head * a->k_head, bf16);
     const void *v = at(a->v, token * a->v_token + head * a->v_head, bf16);
-    if (kv == INT8) {
+    if (kv >= INT8) {
       long scale = block * a->scale_block + offset * a->scale_slot + head * a->scale_head;
       float x[MAX_KEY];
       new_head(a, k, x, token, a->heads + head, bf16, 0);
-      store_int8(x, a->dim, key, a->key_scales + scale);
+      if (kv == INT4)
+        store_int4(x, a->dim, key);
+      else
+        store_int8(x, a->dim, key, a->key_scales + scale);
       for (long d = 0; d < a->dim; d += VEC) {
         long n = smaller(VEC, a->dim - d);
         store_some(x, d, load_some(v, d, n, bf16), n, 0);
       }
-      store_int8(x, a->dim, value, a->value_scales + scale);
+      if (kv == INT4)
+        store_int4(x, a->dim, value);
+      else
+        store_int8(x, a->dim, value, a->value_scales + scale);
     } else {
       new_head(a, k, key, token, a->heads + head, bf16, bf16);
       if (a->value_dim == a->dim) memcpy(value, v, a->dim * size_of(kv));
@@ -104,10 +110,12 @@ INLINE void write_token(const struct attention *a, long token, int bf16, int kv)
   }
 }
 
-// Call a function with the types of the model and of the pool as constants; in eight bits, the first one is not hot.
+// Call a function with the types of the model and of the pool as constants; in fewer bits, the first one is not hot.
 #define BY_TYPE(a, function, ...)               \
   do {                                          \
-    if ((a)->key_scales)                        \
+    if ((a)->int4)                              \
+      function(__VA_ARGS__, (a)->bf16, INT4);   \
+    else if ((a)->key_scales)                   \
       function(__VA_ARGS__, (a)->bf16, INT8);   \
     else if ((a)->bf16)                         \
       function(__VA_ARGS__, 1, 1);              \

@@ -44,7 +44,7 @@ struct attention {
   // head_norm [heads + kv_heads, dim], or NULL
   const void *cos, *sin, *head_norm;
   float norm_eps;
-  int32_t unused;
+  int32_t int4;  // whether keys and values are in four bits, whose strides are in bytes
   const float *sinks;  // [heads]: logits that weigh like scores of tokens without values, or NULL
   int64_t threads;
   parallel_fn parallel;
@@ -69,7 +69,7 @@ struct scratch {
   float keys[MAX_KEY * PANELS(TILE)];
   float values[TILE * PANELS(MAX_DIM)];
   const void *key_at[PIECE + VEC], *value_at[PIECE + VEC];
-  // of keys and values in eight bits: the index of a token's scales, and floats of a tile
+  // of keys and values in eight bits the index of a token's scales; in eight and four bits floats of a tile
   long scale_at[PIECE + VEC];
   float wide[TILE * MAX_DIM];
   const void *wide_at[TILE];
@@ -85,12 +85,12 @@ INLINE long first_seen(const struct attention *a, long position) {
 }
 
 // The type of the pool, which is a constant too wherever it is passed: 0 is float32, 1 bfloat16.
-enum { INT8 = 2 };
+enum { INT8 = 2, INT4 = 3 };
 
-INLINE long size_of(int kv) { return kv == INT8 ? 1 : kv ? 2 : 4; }
+INLINE long size_of(int kv) { return kv >= INT8 ? 1 : kv ? 2 : 4; }
 
-// The type in which kernels read packed keys and values: those in eight bits are made floats before.
-INLINE int type_read(int kv) { return kv == INT8 ? 0 : kv; }
+// The type in which kernels read packed keys and values: those in eight and four bits are made floats before.
+INLINE int type_read(int kv) { return kv >= INT8 ? 0 : kv; }
 
 // Find the keys and values of one head at positions start .. stop of a sequence, and put them at s->key_at[i] and so on.
 INLINE void find_tokens(const struct attention *a, struct scratch *s, long i, const int32_t *table, long head, long start,

@@ -9,7 +9,7 @@ import torch
 
 from pagewise_kernels.cpu.library import AttentionArguments, empty, load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import TYPES
-from pagewise_kernels.kv_layer import INT8, KVLayer
+from pagewise_kernels.kv_layer import INT4, INT8, KVLayer
 
 MAX_HEAD_DIM = 512
 MAX_KEY_DIM = 640
@@ -77,9 +77,9 @@ class CpuStep:
     ) -> torch.Tensor:  # fmt: skip
         """Write k and v [tokens, kv_heads, head_dim] into the pool, attend with q [tokens, heads, head_dim].
 
-        All have one type, float32 or bfloat16, and the pool has it too, or int8. ``window``: a query sees so many
-        tokens, itself included. With ``rotation``, queries and keys are rotated first, and ``q`` is changed in place.
-        ``sinks`` [heads]: a logit of each query head that takes part in its softmax without a value.
+        All have one type, float32 or bfloat16, and the pool has it too, or eight or four bits. ``window``: a query sees
+        so many tokens, itself included. With ``rotation``, queries and keys are rotated first, and ``q`` is changed in
+        place. ``sinks`` [heads]: a logit of each query head that takes part in its softmax without a value.
         ``attention_chunk``: a query sees the tokens of its own chunk of so many tokens. Without ``write``, K and V are
         in the pool already. Of a layer of latents, v is not read. Returns [tokens, heads, head_dim of a value].
 
@@ -89,7 +89,7 @@ class CpuStep:
         self._check(q, k, v, layer, rotation)
         if sinks is not None:
             sinks = _checked_sinks(sinks, q.shape[1])
-        value_dim = layer.values.shape[3]
+        value_dim = layer.latent or layer.head_dim
         out = empty((*q.shape[:2], value_dim), q.dtype)
         a = self._arguments
         a.q, a.k, a.v, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
@@ -102,7 +102,7 @@ class CpuStep:
         a.scale_block, a.scale_slot, a.scale_head = layer.scale_strides
         _, a.heads, a.dim = q.shape
         a.kv_heads, a.value_dim = layer.kv_heads, value_dim
-        a.bf16 = q.dtype == torch.bfloat16
+        a.bf16, a.int4 = q.dtype == torch.bfloat16, layer.dtype == INT4
         a.scale, a.softcap, a.window = scale, softcap or 0.0, window or 0
         a.attention_chunk, a.tokens = attention_chunk or 0, self.tokens if write else 0
         # Windows of equal lengths begin at different tokens, and attention chunks behind a prefix.
@@ -123,7 +123,7 @@ class CpuStep:
         tokens, heads, dim = q.shape
         new = (tokens, layer.kv_heads)
         found, expected = (self.tokens, self.block_size, dim), (tokens, layer.block_size, layer.head_dim)
-        if (*found, k.shape, v.shape) != (*expected, (*new, layer.head_dim), (*new, layer.values.shape[3])):
+        if (*found, k.shape, v.shape) != (*expected, (*new, layer.head_dim), (*new, layer.latent or layer.head_dim)):
             raise ValueError(
                 f"{self.tokens} tokens in blocks of {self.block_size}: q, k, v, keys and values cannot be "
                 f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}, {list(layer.keys.shape)} and "
@@ -132,12 +132,12 @@ class CpuStep:
         fits = 1 <= dim <= (MAX_KEY_DIM if layer.latent else MAX_HEAD_DIM) and layer.latent <= MAX_HEAD_DIM
         if heads % layer.kv_heads or heads // layer.kv_heads > MAX_GROUP or not fits:
             raise ValueError(f"{heads} heads of {dim} with {layer.kv_heads} KV heads are not supported")
-        if {q.dtype, k.dtype, v.dtype} - {layer.dtype if layer.dtype != INT8 else q.dtype} or not (
+        if {q.dtype, k.dtype, v.dtype} - {q.dtype if layer.dtype in (INT8, INT4) else layer.dtype} or not (
             q.dtype in TYPES and q.device.type == "cpu"
         ):
             raise TypeError(
-                "attention takes tensors of one type, float32 or bfloat16, on the CPU, and KV of the same or int8, not "
-                f"{q.dtype}, {k.dtype}, {v.dtype} and {layer.dtype}"
+                "attention takes tensors of one type, float32 or bfloat16, on the CPU, and KV of the same or in fewer "
+                f"bits, not {q.dtype}, {k.dtype}, {v.dtype} and {layer.dtype}"
             )
         if {q.stride(2), k.stride(2), v.stride(2)} != {1}:
             raise ValueError("the elements of a head lie next to each other in q, k and v")

@@ -5,7 +5,7 @@
 // so that the softmax is taken once.
 #pragma once
 
-#include "kv_int8.h"
+#include "kv_read.h"
 
 enum { NEAR = 16, LINE = PIECE + VEC };
 
@@ -13,7 +13,7 @@ enum { NEAR = 16, LINE = PIECE + VEC };
 // tables nor the short runs of one head; this doubled the speed on memory that no cache holds.
 INLINE void fetch(const void **tokens, long offset, long count, long dim, int kv) {
   for (long t = 0; t < count; t++)
-    for (long d = 0; d < dim * size_of(kv); d += 64)
+    for (long d = 0; d < bytes_of(dim, kv); d += 64)
       __builtin_prefetch((const char *)tokens[t] + offset * size_of(kv) + d, 0, 1);
 }
 
@@ -34,23 +34,24 @@ INLINE void scores_in_place(int vectors, long rows, const float *q, const void *
     for (long r = 0; r < rows; r++) {
       floats x[VEC];
       for (int i = 0; i < VEC; i++) {
-        x[i] = load_kv(keys[t + i], offset, kv) * load(q + r * vectors * VEC, 0, 0);
+        x[i] = load_kv(keys[t + i], offset, 0, kv) * load(q + r * vectors * VEC, 0, 0);
         for (int d = 1; d < vectors; d++)
-          x[i] += load_kv(keys[t + i], offset + d * VEC, kv) * load(q + r * vectors * VEC, d * VEC, 0);
+          x[i] += load_kv(keys[t + i], offset, d * VEC, kv) * load(q + r * vectors * VEC, d * VEC, 0);
       }
       store(scores + r * LINE, t, sums_of(x), 0);
     }
 }
 
-// sums [rows, dim] += weights [rows, count] * values: ``rows`` is 1 or 2, and ``vectors`` of dim are held in registers.
+// sums [rows, dim] += weights [rows, count] * values from index ``first`` on: ``rows`` is 1 or 2, and ``vectors`` of dim
+// are held in registers.
 INLINE void values_in_place(int rows, int vectors, long dim, const float *weights, const void **values, long offset,
-                            long count, float *sums, int kv) {
+                            long first, long count, float *sums, int kv) {
   floats held[2][4];
   for (int r = 0; r < rows; r++)
     for (int d = 0; d < vectors; d++) held[r][d] = load(sums + r * dim, d * VEC, 0);
   for (long t = 0; t < count; t++) {
     for (int d = 0; d < vectors; d++) {
-      floats v = load_kv(values[t], offset + d * VEC, kv);
+      floats v = load_kv(values[t], offset, first + d * VEC, kv);
       for (int r = 0; r < rows; r++) held[r][d] += weights[r * LINE + t] * v;
     }
   }
@@ -64,12 +65,12 @@ INLINE void all_values_in_place(long rows, long dim, const float *weights, const
     long r = 0;
     if (dim - d >= 4 * VEC) {
       for (; r + 2 <= rows; r += 2)
-        values_in_place(2, 4, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, kv);
-      if (r < rows) values_in_place(1, 4, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, kv);
+        values_in_place(2, 4, dim, weights + r * LINE, values, offset, d, count, sums + r * dim + d, kv);
+      if (r < rows) values_in_place(1, 4, dim, weights + r * LINE, values, offset, d, count, sums + r * dim + d, kv);
       d += 4 * VEC;
     } else {
       for (; r < rows; r++)
-        values_in_place(1, 1, dim, weights + r * LINE, values, offset + d, count, sums + r * dim + d, kv);
+        values_in_place(1, 1, dim, weights + r * LINE, values, offset, d, count, sums + r * dim + d, kv);
       d += VEC;
     }
   }

@@ -30,28 +30,3 @@ INLINE void store_int8(const float *x, long dim, int8_t *to, float *scale) {
     memcpy(to + d, &result, smaller(VEC, dim - d));
   }
 }
-
-// The VEC numbers at index i of a key or value, without its scale.
-INLINE floats load_kv(const void *p, long i, int kv) {
-  if (kv != INT8) return load(p, i, kv);
-  bytes x;
-  memcpy(&x, (const int8_t *)p + i, VEC);
-  return __builtin_convertvector(x, floats);
-}
-
-// Make floats of the keys or values at s->key_at or s->value_at, ``tokens``; returns where they are.
-INLINE const void **widen_tokens(struct scratch *s, const void **tokens, const float *scales, long count, long dim) {
-  long width = (dim + VEC - 1) / VEC * VEC;
-  for (long t = 0; t < count; t++) {
-    float *to = s->wide + t * width, scale = scales[s->scale_at[t]];
-    s->wide_at[t] = to;
-    long d = 0;
-    for (; d + VEC <= dim; d += VEC) store(to, d, load_kv(tokens[t], d, INT8) * scale, 0);
-    if (d < dim) {
-      bytes x = {};
-      memcpy(&x, (const int8_t *)tokens[t] + d, dim - d);
-      store(to, d, __builtin_convertvector(x, floats) * scale, 0);
-    }
-  }
-  return s->wide_at;
-}

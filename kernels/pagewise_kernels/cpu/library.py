@@ -65,6 +65,8 @@ FUNCTIONS = {
     "pagewise_attend": [_POINTER],
     "pagewise_sizeof_recurrence": [],
     "pagewise_recur": [_POINTER],
+    "pagewise_shrink": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, ctypes.c_int, ctypes.c_int, _POINTER],
+    "pagewise_widen": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, ctypes.c_int, ctypes.c_int],
 }  # fmt: skip
 """All functions that are called, with their arguments."""
 
@@ -94,7 +96,7 @@ class AttentionArguments(ctypes.Structure):
         (ctypes.c_float, "scale softcap"),
         (_POINTER, "cos sin head_norm"),
         (ctypes.c_float, "norm_eps"),
-        (ctypes.c_int32, "unused"),
+        (ctypes.c_int32, "int4"),
         (_POINTER, "sinks"),
         (_LONG, "threads"),
         (_POINTER, "parallel"),

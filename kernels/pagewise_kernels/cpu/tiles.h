@@ -4,7 +4,7 @@
 // Milakov and Gimelshein (arXiv 1805.02867), tiled as in FlashAttention-2 (Dao, arXiv 2307.08691).
 #pragma once
 
-#include "kv_int8.h"
+#include "kv_read.h"
 
 // ``count`` queries: members[0], members[1], ... of the batch, or first, first + 1, ... if members is NULL. They have the
 // positions position, position + 1, ... and see nothing behind them; or, if it is negative, they see everything.
@@ -118,9 +118,9 @@ INLINE void attend_tiles(const struct attention *a, struct scratch *s, const str
       s->scale_at[i] = s->scale_at[unseen];
     }
     const void **keys = s->key_at, **values = s->value_at;
-    if (kv == INT8) keys = widen_tokens(s, keys, a->key_scales, count, dim);
+    if (kv >= INT8) keys = widen_tokens(s, keys, a->key_scales, count, dim, kv);
     pack_keys(keys, count, dim, s->keys, dim, type_read(kv));
-    if (kv == INT8) values = widen_tokens(s, values, a->value_scales, count, dim);
+    if (kv >= INT8) values = widen_tokens(s, values, a->value_scales, count, dim, kv);
     pack_values(values, count, a->value_dim, s->values, TILE, type_read(kv));
     // The scores of a band stay in the first level cache.
     for (long band = 0; band < rows; band += BAND)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import torch
+from pagewise_kernels.kv_layer import INT4
 from pagewise_shared.block_hash import HASH_BYTES
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.config.adapter_options import adapter_capacity
@@ -37,7 +38,7 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.adapters.adapters import make_adapters
-from pagewise_executor.attention.registry import backend_of, kv_dtype_for, layout_of
+from pagewise_executor.attention.registry import backend_of, check_kv_shapes, kv_dtype_for, layout_of
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.device_defaults import Gpu, SizedConfig, with_step_limits
 from pagewise_executor.devices import device_name, set_cpu_threads
@@ -64,6 +65,7 @@ from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
 from pagewise_executor.tiers.make_tiers import make_tiers, staging_bytes
 from pagewise_executor.tiers.peers import MakePeers, Peers
+from pagewise_executor.tiers.small_copies import small_copies
 from pagewise_executor.uploads import Array, Uploads, to_host
 from pagewise_executor.warm_up import warm_up, warm_up_copies
 
@@ -76,6 +78,7 @@ log = logging.getLogger(__name__)
 
 _NO_SEGMENTS = "its windowed layers do not keep all tokens (with --no-layer-groups they do)"
 _NO_SEGMENTS_OF_STATES = "its recurrent layers keep states, which depend on all tokens before a segment"
+_NO_SEGMENTS_IN_FOUR_BITS = "its KV in four bits would lose more when it is moved (--kv-dtype)"
 
 _Computed = tuple[torch.Tensor, LogprobsTensors | None, list[tuple[int, LogprobsTensors]]]
 
@@ -166,6 +169,9 @@ class ModelRunner:
         config = with_step_limits(config, gpu, ranks.least)
         backend = backend_of(config, loaded.kernels)
         kv_dtype = kv_dtype_for(config, loaded.dtype, backend, loaded.device)
+        check_kv_shapes(kv_dtype, loaded.shapes)
+        if kv_dtype == INT4:
+            loaded.rotations, loaded.no_segments = [], _NO_SEGMENTS_IN_FOUR_BITS
         self._layout = layout_of(config, backend)
         self._pages = choose_pages(config, loaded, kv_dtype)
         if self._pages is not None:
@@ -209,16 +215,20 @@ class ModelRunner:
         """Make the tiers below the device; return the format of blocks, or pages."""
         paged = "" if self._pages is None else f" {self._pages.page_bytes} {self.info.groups}"
         paged += f" {[layer.states for layer in loaded.recurrent]}" if loaded.recurrent else ""
+        states = self._pages is not None and self._pages.states is not None
+        small = small_copies(config, self._pool, loaded.shapes, has_states=states)
+        paged += f" {small.name}" if small is not None else ""
         block_format = loaded.block_format(kv_dtype, self._layout + paged)
         lower = make_tiers(
             config, self._pool, loaded.fingerprint, block_format, loaded.weight_files, host_folder, self._ranks,
-            self._issuing, HASH_BYTES if self._pages is None else LABEL_BYTES,
+            self._issuing, HASH_BYTES if self._pages is None else LABEL_BYTES, small,
         )  # fmt: skip
         self._copier.tiers |= lower
         # Of the pages of a tier with ids, page 0 is the null page here too.
         unused = 0 if self._pages is None else 1
         described = (
-            TierInfo(number, max(0, tier.num_blocks - unused), identity=tier.identity) for number, tier in lower.items()
+            TierInfo(number, max(0, tier.num_blocks - unused), identity=tier.identity, block_bytes=tier.block_bytes)
+            for number, tier in lower.items()
         )
         self.info = msgspec.structs.replace(self.info, tiers=tuple(described))
         return block_format

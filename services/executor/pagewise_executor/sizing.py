@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 import torch
-from pagewise_kernels.kv_layer import FP8
 from pagewise_shared.config import ExecutorConfig, build_config, parse_size
 from pagewise_shared.errors import PagewiseError
 from pagewise_shared.model_files import resolve_model
 
 from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.device_tables import table_shapes
+from pagewise_executor.attention.registry import KV_TYPES
 from pagewise_executor.cuda_graphs import decode_graphs, mixed_graphs
 from pagewise_executor.cuda_graphs.graphed_steps import sizes_up_to
 from pagewise_executor.device_defaults import Gpu, with_step_limits
@@ -126,7 +126,7 @@ def sizing(config: ExecutorConfig, path: Path, gpu_memory: int) -> Sizing:
     layers = [attention_shape(module, text, dtype) for module in attention]
     kept = [layers[source] for source in sorted(set(kv_sources(attention, text)))]
     states = _states(config, found, dtype) if recurrent else []
-    memory, groups = _groups(config, kept, FP8 if config.kv_dtype == "fp8" else dtype, longest, states)
+    memory, groups = _groups(config, kept, KV_TYPES.get(config.kv_dtype, dtype), longest, states)
     qkv = max((layer.heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers)
     width = 4 * text.hidden_size + qkv + 3 * inner
     # Hidden states of the largest step, and the logits that graphs and sampling keep, as an executor counts them.

@@ -537,13 +537,31 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     kv_dtype: Annotated[
-        Literal["auto", "fp8", "int8"],
+        Literal["auto", "fp8", "int8", "int4"],
         _help(
-            "data type of the KV pool; auto: that of --dtype, fp8, int8: eight bits, scaled per token and head",
-            more="Both lose some accuracy. fp8 is float8 (e4m3), and needs Triton kernels and compute capability 8.9; "
-            "int8 needs the CPU ([quantization.md](quantization.md#kv-in-eight-bits)).",
+            "data type of the KV pool; auto: that of --dtype, fp8, int8: eight bits, int4: four, by token and head",
+            more="All lose some accuracy ([quantization.md](quantization.md#what-it-changes)). fp8 is float8 (e4m3), "
+            "and needs Triton kernels and compute capability 8.9; int8 needs Triton kernels or the CPU operations, "
+            "int4 the CPU operations ([quantization.md](quantization.md#kv-in-fewer-bits)).",
         ),
     ] = "auto"
+    tier_dtype: Annotated[
+        Literal["auto", "int8", "int4"],
+        _help(
+            "data type of KV in tiers below the device; auto: that of the pool, int8, int4: eight or four bits",
+            more="Copies become smaller, and what comes back loses some accuracy. Peers and stores without the same "
+            "value never see these blocks ([tiers.md](tiers.md#tiers-in-fewer-bits)).",
+        ),
+    ] = "auto"
+    tier_error_bound: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        _help(
+            "largest error of a block in fewer bits, relative to its root mean square; other blocks stay exact",
+            "SHARE",
+            "Only with `--tier-dtype`. Typical are 0.006 for int8 and 0.08 for int4.",
+        ),
+    ] = 0.2
     kv_layout: Annotated[
         Literal["layers", "blocks"],
         _help(
@@ -753,9 +771,10 @@ _GROUPS = {
     ),
     "batching": "max_num_seqs max_num_batched_tokens max_waiting max_waiting_tokens routing speculative_config",
     "KV cache": (
-        "block_size num_blocks gpu_memory_utilization kv_memory kv_dtype kv_layout kv_mapping host_memory "
-        "host_memory_dir keep_host_memory disk_cache disk_memory store store_expire host_bandwidth "
-        "verify_copies layer_groups role lend_blocks block_listen advertise storage_salted recovery eviction"
+        "block_size num_blocks gpu_memory_utilization kv_memory kv_dtype tier_dtype tier_error_bound kv_layout "
+        "kv_mapping host_memory host_memory_dir keep_host_memory disk_cache disk_memory store store_expire "
+        "host_bandwidth verify_copies layer_groups role lend_blocks block_listen advertise storage_salted recovery "
+        "eviction"
     ),
     "LoRA adapters": "enable_lora lora_modules max_loras max_lora_rank max_cpu_loras allow_runtime_lora_updating",
     "HTTP": (

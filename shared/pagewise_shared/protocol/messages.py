@@ -83,6 +83,7 @@ class TierInfo(Piece, frozen=True):
             measured.
         identity: executors with the same identity share the content of the tier; empty: the tier belongs to one
             executor.
+        block_bytes: that a block takes there, which may have fewer bits than on the device; 0: as many as there.
     """
 
     number: int
@@ -92,6 +93,7 @@ class TierInfo(Piece, frozen=True):
     store_setup: float = 0.0
     store_block: float = 0.0
     identity: str = ""
+    block_bytes: int = 0
 
 
 GroupKind = Literal["full", "latent", "window", "chunk", "state"]

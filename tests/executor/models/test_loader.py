@@ -165,7 +165,10 @@ def test_more_query_heads_than_the_cpu_operations_let_share_a_kv_head(tmp_path: 
         ({"quantization": "int8", "dtype": "bfloat16"}, "--quantization int8: "),
         ({"deterministic": True}, "--deterministic needs the Triton kernels"),
         ({"kv_dtype": "fp8"}, "--kv-dtype fp8 needs the Triton kernels"),
-        ({"kv_dtype": "int8", "kernels": "torch"}, "--kv-dtype int8 needs the CPU operations in C"),
+        (
+            {"kv_dtype": "int8", "kernels": "torch"},
+            "--kv-dtype int8 needs the Triton kernels, or the CPU operations in C",
+        ),
         ({"kv_layout": "blocks"}, "--kv-layout blocks needs the Triton kernels"),
         ({"kv_mapping": "mmu", "kernels": "cpu"}, "--kv-mapping mmu needs --kernels torch: not cpu"),
         ({"kv_mapping": "mmu", "kv_dtype": "fp8"}, "--kv-dtype fp8 needs the Triton kernels"),

@@ -32,7 +32,7 @@ class CpuStepAttention:
 class CpuBackend(AttentionBackend):
     """Prepares the attention of one model's steps on the CPU."""
 
-    kv_dtypes = ("int8",)
+    kv_dtypes = ("int8", "int4")
 
     def prepare(self, work: StepWork) -> CpuStepAttention:
         """Prepare a step from the block tables on the host."""

@@ -1,15 +1,16 @@
 """The attention backends by name."""
 
 import pkgutil
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from pagewise_kernels.kv_layer import FP8, INT8
+from pagewise_kernels.kv_layer import FP8, GROUP, INT4, INT8
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.attention.backend import AttentionBackend
-from pagewise_executor.kv.kv_pool import Layout
+from pagewise_executor.kv.kv_pool import KVShape, Layout
 
 Kernels = Literal["torch", "triton", "cpu"]
 
@@ -41,9 +42,12 @@ BACKENDS = {
 
 _NEEDS = {
     "fp8": "the Triton kernels",
-    "int8": "the CPU operations in C, with a model in float32 or bfloat16: on a GPU, take fp8",
+    "int8": "the Triton kernels, or the CPU operations in C with a model in float32 or bfloat16",
+    "int4": "the CPU operations in C, with a model in float32 or bfloat16: on a GPU, take fp8 or int8",
 }
 """The kernels that read KV of each type."""
+KV_TYPES = {"fp8": FP8, "int8": INT8, "int4": INT4}
+"""The types that ``--kv-dtype`` names."""
 
 
 def named_backends(config: ExecutorConfig) -> dict[str, Backend]:
@@ -69,11 +73,21 @@ def kv_dtype_for(
         return dtype
     if config.kv_dtype not in backend.kv_dtypes:
         raise ModelError(f"--kv-dtype {config.kv_dtype} needs {_NEEDS[config.kv_dtype]}")
-    if config.kv_dtype == "int8":
-        return INT8
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if config.kv_dtype == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ModelError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or more")
-    return FP8
+    return KV_TYPES[config.kv_dtype]
+
+
+def check_kv_shapes(kv_dtype: torch.dtype, shapes: Sequence[KVShape]) -> None:
+    """Check that keys and values of these shapes can be kept in ``kv_dtype``.
+
+    Raises:
+        ModelError: they cannot.
+    """
+    if kv_dtype == INT4 and (unfit := [shape[1] for shape in shapes if shape[1] % GROUP]):
+        raise ModelError(
+            f"--kv-dtype int4: heads of {unfit[0]} numbers are no multiple of {GROUP}, which share a scale: take int8"
+        )
 
 
 def layout_of(config: ExecutorConfig, backend: type[AttentionBackend]) -> Layout:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from pagewise_kernels.kv_layer import INT8
 from pagewise_kernels.launch import capability, interpreted
 from pagewise_shared.errors import ModelError
 from torch import nn
@@ -58,24 +59,28 @@ def check_kernels(
     log.info("%d kernels agree with PyTorch, checked in %.1f s", len(kernels), time.perf_counter() - began)
 
 
+_KV_TYPES = {FP8: ", float8 KV", INT8: ", int8 KV"}
+"""How the checks with KV of these types are called."""
+
+
 def check_all(device: torch.device, begin: Callable[[str], None] = lambda _: None) -> Iterator[Checked]:
     """Check all kernels on a device. ``begin`` is called with the name of each before it runs.
 
     It ends early if a kernel leaves the device unusable: everything that runs after that would fail as well.
     """
     plain = typical_use(device)
-    uses = [plain]
+    full_heads = plain.attention[:1]  # latents are kept in the type of the model only
+    uses = [plain, replace(plain, attention=full_heads, kv_dtype=INT8)]
     if interpreted() or capability(device) >= 89:
         weight = plain.draw(256, 256).float()  # in float8 a library may multiply, in int8 the kernel does
         layers = [QuantisedLinear(quantise(weight, dtype), Inputs(), plain.dtype) for dtype in (FP8, torch.int8)]
         make_fast(holder := nn.Sequential(*layers), "triton", device, "")
         linears = tuple(each for each in holder if isinstance(each, QuantisedLinear))
-        full_heads = plain.attention[:1]  # latents are kept in the type of the model only
         uses.append(replace(plain, attention=full_heads, kv_dtype=FP8, linears=linears))
     done = set[str]()
     for use in uses:
         for name in kernels_of(use):
-            if (full := name + ", float8 KV" * (use.kv_dtype == FP8 and name in READS_KV)) in done:
+            if (full := name + (_KV_TYPES.get(use.kv_dtype, "") if name in READS_KV else "")) in done:
                 continue
             done.add(full)
             begin(full)

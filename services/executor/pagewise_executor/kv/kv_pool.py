@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from pagewise_kernels.kv_layer import FP8, INT8, KVLayer, Scales
+from pagewise_kernels.kv_layer import FP8, GROUP, INT4, INT8, RECORD, KVLayer, Scales
 from pagewise_shared.config import parse_size, size_text
 from pagewise_shared.errors import ModelError
 from pagewise_shared.start_checks import check_pool
@@ -66,7 +66,8 @@ class KVPool:
     elements at the end of a key are the value, which is stored as a part of the key only. A layer whose keys and values
     overlap has a fourth: so many elements at the beginning of a vector are the key.
 
-    ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim]. A slot is
+    ``keys[layer]`` and ``values[layer]``: [num_blocks, block_size, kv_heads, head_dim] (in four bits, of records:
+    ``KVLayer``). A slot is
     ``block * block_size + offset``. ``scales[layer]``: of KV in eight bits, else None. ``layers``: keys, values and
     scales as kernels take them. ``device``: a CUDA device always has an index, because threads that copy to and from
     the pool make it their current device.
@@ -105,7 +106,7 @@ class KVPool:
         # The views of each group: keys of all layers, then values of the layers that store them.
         layers, rest = len(shapes), iter(views)
         stored = list(zip(shapes, itertools.islice(rest, layers), strict=True))
-        self.keys = [vectors[..., : shape[3] if len(shape) == 4 else shape[1]] for shape, vectors in stored]
+        self.keys = [vectors[..., : shape[3]] if len(shape) == 4 else vectors for shape, vectors in stored]
         self.values = [next(rest) if len(shape) == 2 else vectors[..., -shape[2] :] for shape, vectors in stored]
         scales = list(rest)
         self.scales: list[Scales | None] = [
@@ -234,10 +235,15 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
 def _parts(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> list[list[_Part]]:
     """Return the parts of a block in groups: K and V of all layers, and in eight bits their scales."""
     stored = [*shapes, *(shape for shape in shapes if len(shape) == 2)]
-    groups = [[_Part((block_size, shape[0], shape[1]), dtype) for shape in stored]]
+    groups = [[_Part((block_size, shape[0], _stored_size(shape[1], dtype)), dtype) for shape in stored]]
     if dtype in (FP8, INT8):
         groups.append([_Part((block_size, shape[0]), torch.float32) for shape in stored])
     return groups
+
+
+def _stored_size(dim: int, dtype: torch.dtype) -> int:
+    """Return the elements that ``dim`` numbers of a head take: bytes of records in four bits."""
+    return -(-dim // GROUP) * RECORD if dtype == INT4 else dim
 
 
 def _move_parts(region: Raw, index: Any, columns: Raw, gather: bool) -> None:

@@ -115,6 +115,11 @@ def header(name: BlockName, row: Rows) -> bytes:
     return _HEADER.pack(_MAGIC, len(row), checksum(row), name.hash, name.parent)
 
 
+def stored_bytes(stored: bytes) -> int:
+    """Return how many bytes of content follow a header, as it says."""
+    return int(_HEADER.unpack(stored)[1])
+
+
 def is_sound(stored: bytes, name: BlockName, row: Rows) -> bool:
     """Whether this header was stored with this content under this name."""
     return stored == header(name, row)

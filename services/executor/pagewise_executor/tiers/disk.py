@@ -35,9 +35,11 @@ from pagewise_executor.tiers.block_names import (
     is_sound,
     of_salt,
     short_hash,
+    stored_bytes,
 )
 from pagewise_executor.tiers.disk_budgets import StoredFile, bounds_of, in_order
 from pagewise_executor.tiers.hashed import NO_SALTS, HashedTier
+from pagewise_executor.tiers.small_copies import SmallCopies
 from pagewise_executor.tiers.tier import Rows
 
 _PAGE = 4096
@@ -55,10 +57,12 @@ class DiskTier(HashedTier):
     """A folder of blocks.
 
     ``content``: the model and format of these blocks (``content_name``); ``folder`` may hold blocks of others, too.
-    ``most_bytes``: the bound of the folder; each executor that writes there keeps to it.
+    ``most_bytes``: the bound of the folder; each executor that writes there keeps to it. ``small``: see ``HashedTier``.
     """
 
-    def __init__(self, folder: Path, content: str, bytes_per_block: int, most_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, content: str, bytes_per_block: int, most_bytes: int, small: SmallCopies | None = None
+    ) -> None:
         """Make the folder if it is not there.
 
         Raises:
@@ -79,7 +83,7 @@ class DiskTier(HashedTier):
             _check_own(self._folder.stat(), self._folder)
             for number in range(256):
                 (self._folder / f"{number:02x}").mkdir(exist_ok=True)
-            super().__init__("disk", bytes_per_block, f"{_identity(folder)} {content}")
+            super().__init__("disk", bytes_per_block, f"{_identity(folder)} {content}", small)
         except OSError as error:
             raise ConfigError(f"--disk-cache {folder}: {error}") from error
         self._readers = ThreadPoolExecutor(_READERS, "read disk")
@@ -106,22 +110,24 @@ class DiskTier(HashedTier):
         path = self._path(name)
         content = _aligned(self._file_bytes)
         try:
-            whole = self._fill(path, content)
+            there = self._fill(path, content)
         except FileNotFoundError:
             return False
         except OSError as error:
             self.failed("a block cannot be read: %s", error)
             return False
-        row[:] = content[_PAGE : _PAGE + self.bytes_per_block]
-        sound = whole and is_sound(content[:HEADER_BYTES].tobytes(), name, row)
+        begin = content[:HEADER_BYTES].tobytes()
+        stored = content[_PAGE : _PAGE + stored_bytes(begin)] if there > _PAGE else content[:0]
+        whole = there >= _PAGE + len(stored)  # what lies behind was not read
+        sound = whole and is_sound(begin, name, stored) and self.restore(stored, row)
         with suppress(OSError):  # on a disk that is read-only
             (os.utime if sound else os.unlink)(path)
         if not sound:
             self.failed("%s is corrupt: its checksum does not match", path)
         return sound
 
-    def _fill(self, path: str, content: Rows) -> bool:
-        """Read a file; return whether it was long enough.
+    def _fill(self, path: str, content: Rows) -> int:
+        """Read a file; return how many bytes of it there are.
 
         The read bypasses the page cache if the file system supports it: KV memory has the block afterwards, so a second
         copy in the page cache would be waste.
@@ -143,7 +149,7 @@ class DiskTier(HashedTier):
                 done += got
         finally:
             os.close(descriptor)
-        return done == self._file_bytes
+        return done
 
     def store(self, names: Sequence[BlockName], rows: Rows, salts: Mapping[BlockHash, bytes] = NO_SALTS) -> list[bool]:
         """Write blocks that are not there, then evict if the folder is full. Return for each whether it is there."""
@@ -158,12 +164,14 @@ class DiskTier(HashedTier):
     def _store_one(self, name: BlockName, row: Rows, salt: bytes) -> bool:
         path = self._path(name)
         temporary = f"{path}.{uuid.getnode():x}.{os.getpid()}.{next(self._numbers)}{_TEMPORARY}"
-        start = (header(name, row) + salt).ljust(_PAGE, b"\0")
-        content = [start, row.tobytes(), bytes(-len(row) % _PAGE)]
+        stored = self.stored(row)
+        start = (header(name, stored) + salt).ljust(_PAGE, b"\0")
+        content = [start, stored.tobytes(), bytes(-len(stored) % _PAGE)]
+        size = sum(map(len, content))
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                if os.writev(descriptor, content) != self._file_bytes:
+                if os.writev(descriptor, content) != size:
                     raise OSError(errno.ENOSPC, "a block was written in part")
             finally:
                 os.close(descriptor)
@@ -179,7 +187,7 @@ class DiskTier(HashedTier):
                 self._most_bytes = min(self._most_bytes, max(self._file_bytes, int(self._used * _ROOM)))
             return False
         with self._lock:
-            self._used += self._file_bytes
+            self._used += size
         return True
 
     def delete(self, names: Iterable[BlockName]) -> int:
@@ -210,11 +218,11 @@ class DiskTier(HashedTier):
 
     def _unlink(self, paths: Iterable[str]) -> int:
         paths = [*paths]
-        num_deleted = _unlink(paths)
+        sizes = _unlink(paths)
         self._report_gone(paths)
         with self._lock:
-            self._used = max(0, self._used - num_deleted * self._file_bytes)
-        return num_deleted
+            self._used = max(0, self._used - sum(sizes))
+        return len(sizes)
 
     def set_budgets(self, budgets: Sequence[StoredBudget]) -> None:
         """Evict by these budgets from now on."""
@@ -293,18 +301,19 @@ def wipe(folder: Path, salt: str | None) -> int:
             paths.setdefault(file.own, []).append(file.path)
             parents[file.own] = file.parent
         root = f"{content.name} {short_hash(root_hash(fingerprint_of(content.name), salt))}"
-        num_wiped += _unlink(path for own in descendants(parents, [root]) for path in paths[own])
+        num_wiped += len(_unlink(path for own in descendants(parents, [root]) for path in paths[own]))
     return num_wiped
 
 
-def _unlink(paths: Iterable[str]) -> int:
-    """Delete files; return how many there were."""
-    num_deleted = 0
+def _unlink(paths: Iterable[str]) -> list[int]:
+    """Delete files; return the sizes of those that were there."""
+    sizes = list[int]()
     for path in paths:
         with suppress(FileNotFoundError):
+            size = os.stat(path).st_size
             os.unlink(path)
-            num_deleted += 1
-    return num_deleted
+            sizes.append(size)
+    return sizes
 
 
 def _salt_of(path: str) -> bytes:

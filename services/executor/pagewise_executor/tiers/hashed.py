@@ -25,6 +25,7 @@ from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.grouped_batch import page_name
 from pagewise_executor.tiers.block_names import SCRATCH, chain, num_leading
 from pagewise_executor.tiers.resume_points import resume_point
+from pagewise_executor.tiers.small_copies import SmallCopies
 from pagewise_executor.tiers.tier import FarJob, FarTier, Rows, Tier
 
 log = logging.getLogger(__name__)
@@ -44,11 +45,12 @@ class HashedTier(FarTier, ABC):
 
     Subclasses store the blocks. Failures of reads and writes are logged and counted, and not raised.
 
-    ``name``: for the log. ``identity``: see ``Tier``.
+    ``name``: for the log. ``identity``: see ``Tier``. ``small``: makes copies smaller that are stored.
     """
 
-    def __init__(self, name: str, bytes_per_block: int, identity: str) -> None:
+    def __init__(self, name: str, bytes_per_block: int, identity: str, small: SmallCopies | None = None) -> None:
         super().__init__()
+        self.small, self.block_bytes = small, small.num_bytes if small is not None else 0
         self.name, self.bytes_per_block, self.identity = name, bytes_per_block, identity
         self._complaints = BoundedLog(log)
         self._inboxes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
@@ -79,6 +81,20 @@ class HashedTier(FarTier, ABC):
     @abstractmethod
     def delete_salt(self, tag: bytes) -> int:
         """Delete the blocks of a ``salt_tag``, or all blocks (empty). Return how many there were."""
+
+    def stored(self, row: Rows) -> Rows:
+        """Return the content of a block [bytes_per_block] as it is stored."""
+        return row if self.small is None else self.small.stored(row)
+
+    def restore(self, stored: Rows, row: Rows) -> bool:
+        """Write what is stored into ``row`` [bytes_per_block]; return False if it does not have the size of a block."""
+        if len(stored) == len(row):
+            row[:] = stored
+        elif self.small is not None and len(stored) == self.small.num_bytes:
+            self.small.widen(stored[None], row[None])
+        else:
+            return False
+        return True
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
         """Begin copies on the thread for loads, or for stores. A store reads the upper tier now: see ``Tier``."""

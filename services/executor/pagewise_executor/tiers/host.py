@@ -30,9 +30,19 @@ from pagewise_executor.block_copies import CopyJob, Pairs
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, Raw, free_memory
-from pagewise_executor.tiers.host_copies import URGENT, Done, HostCopies, Job, barrier, checksum_of, copy_rows, record
+from pagewise_executor.tiers.host_copies import (
+    EXACT_SHARE,
+    URGENT,
+    Done,
+    HostCopies,
+    Job,
+    barrier,
+    checksum_of,
+    record,
+)
 from pagewise_executor.tiers.host_loads import LOADING_BYTES, HostLoads
 from pagewise_executor.tiers.host_memory import HostMemory, NamedMemory
+from pagewise_executor.tiers.small_copies import SmallCopies
 from pagewise_executor.tiers.tier import Blocks, Rows, Tier
 
 log = logging.getLogger(__name__)
@@ -49,21 +59,23 @@ class HostTier(Tier):
     ``issuing``: shared with the thread that issues steps; None: no other thread issues work to the device.
     ``bandwidth``: bytes per second that each direction is limited to; None: no limit. ``verify``: keep a checksum of
     every block that is stored, and check blocks that arrive on the device against it. Blocks of an earlier process are
-    checked in any case. ``keep_memory``: leave the memory to the next process, if it outlives this one.
+    checked in any case. ``keep_memory``: leave the memory to the next process, if it outlives this one. ``small``:
+    makes the copies in ``memory`` smaller, on the CPU.
     """
 
     def __init__(
         self, pool: KVPool, memory: HostMemory, *, issuing: Issuing | None = None, bandwidth: float | None = None,
-        verify: bool = False, keep_memory: bool = True,
+        verify: bool = False, keep_memory: bool = True, small: SmallCopies | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.memory = memory
         self.num_blocks = memory.num_blocks
+        self.block_bytes = small.num_bytes + small.exact_bytes // EXACT_SHARE if small is not None else 0
         self._pool = pool
         self._keep_memory = keep_memory
         if issuing is None or pool.device.type == "cpu":  # which computes a step where it is issued
             issuing = Issuing(exclusive=pool.device.type != "cpu")
-        self._copies = copies = HostCopies(self, pool, memory, issuing, bandwidth, verify)
+        self._copies = copies = HostCopies(self, pool, memory, issuing, bandwidth, verify, small)
         self._piece = max(1, _STAGING_PIECE // pool.bytes_per_block)
         self._stagings: queue.SimpleQueue[Raw] = queue.SimpleQueue()
         for _ in range(_STAGING_PIECES if copies.cuda else 0):
@@ -93,6 +105,7 @@ class HostTier(Tier):
             torch.cuda.synchronize(self._pool.device)
         if not keep:
             self.memory.clear()
+            self._copies.exact.clear()
         self._stores.clear()
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
@@ -145,12 +158,14 @@ class HostTier(Tier):
     def names(self) -> dict[int, bytes]:
         """Return the hashes of all blocks, or the labels of all pages, once all stores are done."""
         self._wait_for(max(self._stores, default=0))
-        return self.memory.names()
+        apart = {slot: name for slot, (name, _) in list(self._copies.exact.items()) if name is not None}
+        return self.memory.names() | apart
 
     def names_of(self, blocks: Blocks) -> list[bytes | None]:
         """Return the hashes of some blocks, or the labels of some pages, once their stores are done."""
         self._wait_for(self._last_store(blocks))
-        return [self.memory.name(slot) for slot in blocks.tolist()]
+        exact = self._copies.exact
+        return [exact[slot][0] if slot in exact else self.memory.name(slot) for slot in blocks.tolist()]
 
     def read(self, blocks: Blocks, rows: Rows) -> list[bool]:
         """Read blocks into ``rows``, once their stores are done; return for each whether it is sound."""
@@ -171,9 +186,9 @@ class HostTier(Tier):
         return done
 
     def _read(self, slot: int, row: Rows) -> bool:
-        held = self.memory.slot(slot)
+        held = self._copies.content(slot)
         row[:] = held if isinstance(held, np.ndarray) else held.numpy()
-        return self.memory.checksum(slot) is not None and self._copies.is_sound(slot)
+        return self._copies.checksum(slot) is not None and self._copies.is_sound(slot)
 
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
         """Return blocks without a name: a named block may come from an earlier process."""
@@ -219,23 +234,26 @@ class HostTier(Tier):
     def _store(self, job: Job, asked: CopyJob, stream: "torch.cuda.Stream | None") -> None:
         began = time.perf_counter()
         memory, slots = self.memory, job.pairs[:, 1].tolist()
+        apart = set[int]()
         for slot in slots:
-            memory.void(slot)
+            self._copies.void(slot)
         with self._copies.issuing.copies():
             for event in job.ready:
                 assert stream is not None
                 stream.wait_event(event)
             for start, stop in self._copies.runs(slots):
-                copy_rows(memory.rows(slots[start], stop - start), job.staged[start:stop])
+                apart.update(self._copies.put(slots[start], job.staged[start:stop], job.names[start:stop]))
             copied = record() if stream is not None else None
         if copied is not None:
             copied.synchronize()
         verify = self._copies.verify
         for row, slot, name in zip(job.staged, slots, job.names, strict=True):
+            if slot in apart:
+                continue
             # With --verify-copies, the checksum is that of the content read from the device: an error in either copy is
-            # found.
-            checksum = checksum_of(row if verify else memory.slot(slot)) if self._copies.keeps_checksums else 0
-            memory.keep(slot, name, checksum)
+            # found. A smaller copy has other content.
+            kept = row if verify and self._copies.small is None else self._copies.content(slot)
+            memory.keep(slot, name, checksum_of(kept) if self._copies.keeps_checksums else 0)
         self._copies.throttle(len(slots), began)
         self._elapsed += time.perf_counter() - began
         if job.last:
@@ -251,24 +269,27 @@ def make_host_tier(
     ranks: Ranks,
     issuing: Issuing | None = None,
     name_bytes: int = HASH_BYTES,
+    small: SmallCopies | None = None,
 ) -> HostTier:
     """Make the host pool that ``--host-memory`` asks for, in named memory if there is a ``folder`` for it.
 
     The ranks on one host take equal parts of it, and of ``--host-bandwidth``. All ranks have as many blocks as the rank
     with the smallest part. Their files have one number: ranks can use blocks of an earlier executor only together.
 
-    ``content``: names the model and the block format. ``name_bytes``: see ``HostMemory``.
+    ``content``: names the model and the block format. ``name_bytes``: see ``HostMemory``. ``small``: see ``HostTier``.
 
     Raises:
         ModelError: there is less memory, or not one block fits.
     """
     assert config.host_memory is not None
     whole, free = parse_size(config.host_memory), free_memory(torch.device("cpu"))
+    block_bytes = pool.bytes_per_block if small is None else small.num_bytes
+    taken = block_bytes + (small.exact_bytes // EXACT_SHARE if small is not None else 0)
     # All ranks read the free memory before any of them takes its part, which would reduce it for the others.
-    num_blocks = ranks.least(whole // ranks.on_host // pool.bytes_per_block if whole <= free else 0)
+    num_blocks = ranks.least(whole // ranks.on_host // taken if whole <= free else 0)
     if not num_blocks:
         raise ModelError(
-            f"--host-memory {config.host_memory}: one KV block takes {ranks.on_host * pool.bytes_per_block} bytes, "
+            f"--host-memory {config.host_memory}: one KV block takes {ranks.on_host * taken} bytes, "
             f"{free / 2**30:.2f} GiB are free on this host"
         )
     cuda = pool.device.type == "cuda"
@@ -276,20 +297,20 @@ def make_host_tier(
     number = 0 if ranks.first else ranks.of_first(0)
     if folder is not None:
         try:
-            memory = named = NamedMemory(folder, content, num_blocks, pool.bytes_per_block, cuda, number, name_bytes)
+            memory = named = NamedMemory(folder, content, num_blocks, block_bytes, cuda, number, name_bytes)
             number = named.number
         except OSError as error:
             log.warning("no named host memory (%s): its blocks will be gone with this process", error)
     if ranks.first:
         ranks.of_first(number)
     if memory is None:
-        memory = HostMemory(num_blocks, pool.bytes_per_block, cuda, name_bytes)
+        memory = HostMemory(num_blocks, block_bytes, cuda, name_bytes)
     bandwidth = parse_size(config.host_bandwidth) / ranks.on_host if config.host_bandwidth else None
     tier = HostTier(
         pool, memory, issuing=issuing, bandwidth=bandwidth, verify=config.verify_copies,
-        keep_memory=config.keep_host_memory,
+        keep_memory=config.keep_host_memory, small=small,
     )  # fmt: skip
-    log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, num_blocks * pool.bytes_per_block / 2**30)
+    log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, num_blocks * taken / 2**30)
     return tier
 
 

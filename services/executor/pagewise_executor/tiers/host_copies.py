@@ -16,10 +16,13 @@ from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, Raw
 from pagewise_executor.tiers.block_names import checksum
 from pagewise_executor.tiers.host_memory import HostMemory
-from pagewise_executor.tiers.tier import Tier
+from pagewise_executor.tiers.small_copies import SmallCopies
+from pagewise_executor.tiers.tier import Rows, Tier
 
 log = logging.getLogger(__name__)
 
+EXACT_SHARE = 64
+"""Of so many blocks in fewer bits, one may have to stay exact: there is room for it beside them."""
 _LARGEST_COPY = 8 * 2**20
 """The bytes of the largest single copy: the uploads of a step may have to wait for one copy."""
 URGENT = -1
@@ -63,8 +66,9 @@ def barrier() -> Job:
 class HostCopies:
     """The device's pool and the host's memory. ``tier``: reports the lists of copies that are done.
 
-    ``issuing``: when copies may be issued to the device. ``bandwidth`` and ``verify``: see ``HostTier``. ``epoch``:
-    jobs of other epochs are void.
+    ``issuing``: when copies may be issued to the device. ``bandwidth``, ``verify`` and ``small``: see ``HostTier``.
+    ``epoch``: jobs of other epochs are void. ``exact``: with ``small``, the blocks that are not made smaller, by slot,
+    with their names; the memory is void there.
     """
 
     tier: Tier
@@ -73,7 +77,9 @@ class HostCopies:
     issuing: Issuing
     bandwidth: float | None
     verify: bool
+    small: SmallCopies | None = None
     epoch: int = 0
+    exact: dict[int, tuple[bytes | None, Rows]] = field(default_factory=dict)
 
     @property
     def cuda(self) -> bool:
@@ -92,10 +98,58 @@ class HostCopies:
         """Whether a checksum is kept with each block that is stored."""
         return self.verify or self.memory.outlives
 
+    def checksum(self, slot: int) -> int | None:
+        """Return the checksum of a block of the host; None if the block is not there."""
+        exact = self.exact.get(slot)
+        return self.memory.checksum(slot) if exact is None else checksum_of(exact[1])
+
     def is_sound(self, slot: int) -> bool:
-        """Whether a block of the host is sound: a block that another process wrote must match its checksum."""
+        """Whether a block of the host is sound: a block that another process wrote must match its checksum, and a block
+        for whose exact copy there was no room is not there."""
         memory = self.memory
-        return not memory.is_inherited(slot) or memory.checksum(slot) == checksum_of(memory.slot(slot))
+        if self.small is not None and self.checksum(slot) is None:
+            return False
+        return not memory.is_inherited(slot) or memory.checksum(slot) == checksum_of(self.content(slot))
+
+    def void(self, slot: int) -> None:
+        """Mark a block of the host as void, before it is written."""
+        self.memory.void(slot)
+        self.exact.pop(slot, None)
+
+    def put(self, first: int, rows: Raw, names: list[bytes | None]) -> list[int]:
+        """Write blocks [n, block bytes] of the device into the slots from ``first`` on, which are void.
+
+        Returns the slots whose blocks stay exact, and which stay void: such blocks are kept beside the memory, if there
+        is room for them.
+        """
+        target, apart = self.memory.rows(first, len(rows)), list[int]()
+        if self.small is None:
+            copy_rows(target, rows)
+            return apart
+        for index in self.small.shrink(rows, target):
+            apart.append(first + index)
+            if len(self.exact) <= self.memory.num_blocks // EXACT_SHARE:
+                self.exact[first + index] = names[index], rows[index].copy()
+        return apart
+
+    def take(self, first: int, rows: Raw) -> None:
+        """Read the slots from ``first`` on into ``rows`` [n, block bytes], as the device had, or will have, them."""
+        source = self.memory.rows(first, len(rows))
+        if self.small is None:
+            copy_rows(rows, source)
+            return
+        self.small.widen(source, rows)
+        for index in range(len(rows)):
+            if (exact := self.exact.get(first + index)) is not None:
+                rows[index] = exact[1]
+
+    def content(self, slot: int) -> Raw:
+        """Return the content of a block of the host as the device gets it: uint8 [block bytes]."""
+        if self.small is None:
+            return self.memory.slot(slot)
+        rows = np.empty((1, self.small.exact_bytes), np.uint8)
+        self.take(slot, rows)
+        return rows[0]
 
     def runs(self, slots: list[int]) -> Iterator[tuple[int, int]]:
         """Divide blocks of the host, in ascending order, into runs (start, stop) that one copy moves: neighbours in one
@@ -118,7 +172,8 @@ class HostCopies:
         ``began``: when their copies began, in seconds of ``time.perf_counter``.
         """
         if self.bandwidth:
-            wanted = num_blocks * self.pool.bytes_per_block / self.bandwidth
+            size = self.pool.bytes_per_block if self.small is None else self.small.num_bytes
+            wanted = num_blocks * size / self.bandwidth
             time.sleep(max(0.0, wanted - (time.perf_counter() - began)))
 
     def failed(self, kind: str, job: Job, error: Exception) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from pagewise_executor.block_copies import CopyJob, Pairs
 from pagewise_executor.kv.kv_pool import Raw
-from pagewise_executor.tiers.host_copies import URGENT, HostCopies, Job, checksum_of, copy_rows, record
+from pagewise_executor.tiers.host_copies import URGENT, HostCopies, Job, checksum_of, record
 
 _PIECE, _PIECES = 32 * 2**20, 4
 """The bytes of one staging buffer on a GPU, and the number of buffers. The device waits by itself for a buffer that is
@@ -157,7 +157,7 @@ class HostLoads:
     def _copy_slots(self, slots: list[int], staged: Raw) -> None:
         """Copy blocks [n] of the host into the first n rows of ``staged``."""
         for start, stop in self._copies.runs(slots):
-            copy_rows(staged[start:stop], self._copies.memory.rows(slots[start], stop - start))
+            self._copies.take(slots[start], staged[start:stop])
 
     def _finish(self, keep: int) -> None:
         """Wait until the lists that have been issued, but for the last ``keep``, have arrived, and report them."""
@@ -180,5 +180,5 @@ class HostLoads:
     def _wrong(self, pairs: Pairs) -> list[int]:
         """Return the device blocks whose content does not match the checksum of the store."""
         checked = zip(self._copies.pool.gather(pairs[:, 1]), pairs.tolist(), strict=True)
-        checksum = self._copies.memory.checksum
+        checksum = self._copies.checksum
         return [block for row, (slot, block) in checked if checksum_of(row) != checksum(slot)]

@@ -17,6 +17,7 @@ from pagewise_executor.kv.kv_pool import KVPool
 from pagewise_executor.tiers.block_names import content_name
 from pagewise_executor.tiers.disk import DiskTier
 from pagewise_executor.tiers.host import STAGING_BYTES, make_host_tier
+from pagewise_executor.tiers.small_copies import SmallCopies
 from pagewise_executor.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
@@ -27,13 +28,14 @@ _PIECE_BYTES = 2**24
 def make_tiers(
     config: ExecutorConfig, pool: KVPool, fingerprint: str, block_format: str, weight_files: Sequence[Path],
     host_folder: Path | None = None, ranks: Ranks = ALONE, issuing: Issuing | None = None,
-    name_bytes: int = HASH_BYTES,
+    name_bytes: int = HASH_BYTES, small: SmallCopies | None = None,
 ) -> dict[int, Tier]:  # fmt: skip
     """Return the tiers that the options ask for, by number, the nearest first.
 
     ``fingerprint``: of the model, with which block hashes begin. It names the blocks together with ``block_format`` and
     ``weight_files``. ``host_folder``: where host memory outlives the process. ``ranks``: all ranks of this executor
     call this. ``issuing``: shared with the thread that issues steps. ``name_bytes``: see ``HostMemory``.
+    ``small``: makes the copies in all of them smaller.
 
     Raises:
         ModelError: there is no room for one.
@@ -45,19 +47,21 @@ def make_tiers(
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
         # weights, so the time when the weights were changed counts too.
         changed = max(file.stat().st_mtime_ns for file in weight_files)
-        tiers[HOST] = make_host_tier(config, pool, host_folder, f"{content} {changed}", ranks, issuing, name_bytes)
+        tiers[HOST] = make_host_tier(
+            config, pool, host_folder, f"{content} {changed}", ranks, issuing, name_bytes, small
+        )
     if config.disk_cache is None and config.store is None:
         return tiers
     digest = hashlib.sha256(f"{content} {_digest(weight_files, ranks)}".encode()).hexdigest()[:16]
     shared, size = content_name(fingerprint, digest), pool.bytes_per_block
     if config.disk_cache is not None:
         folder, most_bytes = Path(config.disk_cache), parse_size(config.disk_memory)
-        tiers[DISK] = DiskTier(folder, shared, size, most_bytes)
+        tiers[DISK] = DiskTier(folder, shared, size, most_bytes, small)
         log.info("disk cache: up to %.2f GiB in %s", most_bytes / 2**30, folder)
     if config.store is not None:
         from pagewise_executor.tiers.redis import RedisTier  # executors without a store do not wait for its import
 
-        tiers[REDIS] = RedisTier(config.store, shared, size, config.store_expire)
+        tiers[REDIS] = RedisTier(config.store, shared, size, config.store_expire, small)
         log.info("store: redis")
     return tiers
 

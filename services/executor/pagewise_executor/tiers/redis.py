@@ -23,8 +23,10 @@ from pagewise_executor.tiers.block_names import (
     is_sound,
     of_salt,
     short_hash,
+    stored_bytes,
 )
 from pagewise_executor.tiers.hashed import NO_SALTS, HashedTier
+from pagewise_executor.tiers.small_copies import SmallCopies
 from pagewise_executor.tiers.tier import Rows
 
 T = TypeVar("T")
@@ -42,10 +44,12 @@ class RedisTier(HashedTier):
     """A server's blocks of one ``content``, which names the model and the block format.
 
     The server has its own bound, ``maxmemory``, with the policy ``allkeys-lru``. ``expire``: seconds after which it
-    deletes a block that was not written again; None: never.
+    deletes a block that was not written again; None: never. ``small``: see ``HashedTier``.
     """
 
-    def __init__(self, url: str, content: str, bytes_per_block: int, expire: int | None = None) -> None:
+    def __init__(
+        self, url: str, content: str, bytes_per_block: int, expire: int | None = None, small: SmallCopies | None = None
+    ) -> None:
         """Connect to ``url``, such as redis://host:6379/0, or rediss:// with TLS.
 
         Raises:
@@ -53,7 +57,8 @@ class RedisTier(HashedTier):
         """
         self._prefix = f"pagewise:{content}:".encode()
         self._expire = expire
-        self._value_bytes = HEADER_BYTES + bytes_per_block
+        sizes = {bytes_per_block} | ({small.num_bytes} if small is not None else set())
+        self._value_bytes = {HEADER_BYTES + size for size in sizes}
         self._per_piece = max(1, _PIECE_BYTES // bytes_per_block)
         self._rests_until = 0.0
         try:
@@ -61,7 +66,7 @@ class RedisTier(HashedTier):
             self._client.set(_IDENTITY, uuid.uuid4().hex, nx=True)
             identity = self._client.get(_IDENTITY)
             assert isinstance(identity, bytes)
-            super().__init__("redis", bytes_per_block, f"{identity.decode()} {content}")
+            super().__init__("redis", bytes_per_block, f"{identity.decode()} {content}", small)
         except (redis.RedisError, ValueError, OSError) as error:
             raise ConfigError(f"--store: {error}") from error
 
@@ -91,8 +96,9 @@ class RedisTier(HashedTier):
         if value is None:
             return False
         if self._is_whole(len(value)):
-            row[:] = np.frombuffer(value, np.uint8, self.bytes_per_block, HEADER_BYTES)
-            if is_sound(value[:HEADER_BYTES], name, row):
+            begin = value[:HEADER_BYTES]
+            stored = np.frombuffer(value, np.uint8)[HEADER_BYTES : HEADER_BYTES + stored_bytes(begin)]
+            if is_sound(begin, name, stored) and self.restore(stored, row):
                 return True
         self.failed("a block in the store is corrupt: its checksum does not match")
         self._ask(lambda: self._client.delete(self._key(name)), 0)
@@ -100,7 +106,7 @@ class RedisTier(HashedTier):
 
     def _is_whole(self, length: int) -> bool:
         """Whether a value of this length has a header and a block; the tags of a salt may follow."""
-        return self._value_bytes <= length <= self._value_bytes + SALTS_BYTES
+        return any(size <= length <= size + SALTS_BYTES for size in self._value_bytes)
 
     def store(self, names: Sequence[BlockName], rows: Rows, salts: Mapping[BlockHash, bytes] = NO_SALTS) -> list[bool]:
         """Write blocks. Return for each whether the server has taken it."""
@@ -114,7 +120,8 @@ class RedisTier(HashedTier):
         def send() -> list[bool]:
             pipeline = self._client.pipeline(transaction=False)
             for name, row in zip(names, rows, strict=True):
-                value = header(name, row) + row.tobytes() + salts.get(name.hash, b"")
+                stored = self.stored(row)
+                value = header(name, stored) + stored.tobytes() + salts.get(name.hash, b"")
                 pipeline.set(self._key(name), value, ex=self._expire)
             answers = pipeline.execute(raise_on_error=False)
             errors = [answer for answer in answers if isinstance(answer, Exception)]
@@ -148,7 +155,10 @@ class RedisTier(HashedTier):
         def tags_of(owns: Sequence[str]) -> list[bytes]:
             pipeline = self._client.pipeline(transaction=False)
             for own in owns:
-                pipeline.getrange(keys[own][0], self._value_bytes, -1)
+                pipeline.getrange(keys[own][0], 0, HEADER_BYTES - 1)
+            for own, begin in zip(owns, pipeline.execute(), strict=True):  # short: it is gone, or no block
+                size = stored_bytes(begin) if len(begin) == HEADER_BYTES else 0
+                pipeline.getrange(keys[own][0], HEADER_BYTES + size, -1)
             return list(pipeline.execute())
 
         return self._delete(key for own in of_salt(parents, tags_of, tag) for key in keys[own])

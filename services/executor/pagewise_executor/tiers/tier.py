@@ -35,6 +35,7 @@ class Tier:
     Fields:
         num_blocks: the ids of its blocks are below it; 0: its blocks have no ids, and are found by their names.
         identity: executors whose tiers have the same identity share the content; empty: the content is not shared.
+        block_bytes: that a block takes here, if not as many as on the device; else 0.
         num_errors: reads and writes that have failed so far.
         begun: epoch and number of the last step whose copies have all begun; only ``Peers`` keeps it up to date.
         report: is called, on any thread, with the answer to each list of copies, to each look-up and to each drop.
@@ -42,6 +43,7 @@ class Tier:
 
     num_blocks = 0
     identity = ""
+    block_bytes = 0
     num_errors = 0
     begun = (-1, -1)
 

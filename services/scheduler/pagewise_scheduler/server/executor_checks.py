@@ -139,6 +139,8 @@ def _tiers_error(tiers: Sequence[TierInfo]) -> str | None:
             return f"its tier {name} has {tier.num_blocks} blocks, which is not from 1 to {MAX_FLEET_BLOCKS}"
         if (error := text_error(tier, ("identity",), MAX_TEXT)) is not None:
             return f"of its tier {name}, {error}"
+        if not 0 <= tier.block_bytes < 1 << 63:
+            return f"of its tier {name}, a block of {tier.block_bytes} bytes is none"
         if not _are_times(_measured(tier)):
             return f"its measured costs of copies to and from its tier {name} are no times"
         nearest = tier.number
@@ -313,3 +315,9 @@ def _are_logprobs(entries: Sequence[TokenLogprobs], first: int, end: int, hello:
         and max(logprobs) < 1
         and not math.isnan(sum(logprobs))
     )
+
+
+def block_bytes(hello: Hello, tier: int) -> int:
+    """Return the bytes that a block takes in a tier, which may have fewer bits than on the device."""
+    held = (one.block_bytes for one in hello.tiers if one.number == tier)
+    return next(held, 0) or hello.bytes_per_block

@@ -12,6 +12,7 @@ from pagewise_shared.protocol import HASH_TIERS, MemoryBudget, MemorySize, Store
 from pagewise_scheduler.core.memory.budgets import Budget
 from pagewise_scheduler.core.tiers.memory_budgets import MemoryBudgets
 from pagewise_scheduler.key_gauges import KeyMemory
+from pagewise_scheduler.server.executor_checks import block_bytes
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
 
 log = logging.getLogger(__name__)
@@ -133,9 +134,10 @@ class KeyBudgets:
         return True
 
     def _in_blocks(self, executor: ExecutorHandle, budgets: tuple[MemoryBudget, ...]) -> dict[int, Budget]:
-        tiers, each = executor.scheduler.kv.tiers, executor.hello.bytes_per_block
+        tiers = executor.scheduler.kv.tiers
 
         def blocks(tier: int, size: MemorySize) -> int:
+            each = block_bytes(executor.hello, tier)
             return (size.bytes // each if each else 0) + int(size.share * tiers[tier].num_blocks)
 
         return {
@@ -154,8 +156,8 @@ class KeyBudgets:
         for executor in self._executors():
             if (memory := self._memories.get(executor)) is None:
                 continue
-            each = executor.hello.bytes_per_block
             for owner, tier, use in memory.uses():
+                each = block_bytes(executor.hello, tier)
                 least, low, high = use.budget
                 found[owner, tier].append(
                     (use.used * each, least * each, low * each, None if high is None else high * each)

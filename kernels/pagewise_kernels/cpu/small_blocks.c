@@ -1,0 +1,85 @@
+// Blocks of keys and values in eight or four bits, for tiers that hold fewer bits than the pool.
+//
+// A block is ``vectors`` keys and values of ``dim`` numbers, one after the other whatever the layout of the pool. In eight
+// bits a vector is followed by its scale, in four it consists of records (kv_int4.h).
+#include <math.h>
+
+#include "kv_read.h"
+
+INLINE long small_bytes(long dim, int bits) { return bits == 8 ? dim + 4 : bytes_of(dim, INT4); }
+
+// Make ``x`` [dim] of a vector in ``bits``.
+INLINE void read_small(const uint8_t *from, long dim, int bits, float *x) {
+  float scale = 1;
+  if (bits == 8) memcpy(&scale, from + dim, sizeof(scale));
+  for (long d = 0; d < dim; d += VEC) {
+    if (bits == 4) {
+      store(x, d, load_int4(from, d), 0);
+    } else {
+      bytes y = {};
+      memcpy(&y, from + d, smaller(VEC, dim - d));
+      store_some(x, d, __builtin_convertvector(y, floats) * scale, smaller(VEC, dim - d), 0);
+    }
+  }
+}
+
+INLINE void shrink(const char *from, uint8_t *to, long vectors, long dim, int bits, int bf16, float *error) {
+  double squares = 0, errors = 0;
+  for (long v = 0; v < vectors; v++) {
+    float x[MAX_KEY], back[MAX_KEY], scale;
+    floats square = {}, wrong = {};
+    for (long d = 0; d < dim; d += VEC)
+      store_some(x, d, load_some(from, v * dim + d, smaller(VEC, dim - d), bf16), smaller(VEC, dim - d), 0);
+    uint8_t *small = to + v * small_bytes(dim, bits);
+    if (bits == 4) {
+      store_int4(x, dim, small);
+    } else {
+      store_int8(x, dim, (int8_t *)small, &scale);
+      memcpy(small + dim, &scale, sizeof(scale));
+    }
+    read_small(small, dim, bits, back);
+    for (long d = 0; d < dim; d += VEC) {
+      floats y = load_some(x, d, smaller(VEC, dim - d), 0);
+      floats by = y - rounded(load_some(back, d, smaller(VEC, dim - d), 0), bf16);
+      square += y * y;
+      wrong += by * by;
+    }
+    squares += sum_of(square);
+    errors += sum_of(wrong);
+  }
+  *error = errors == 0 ? 0 : (float)sqrt(errors / squares);
+}
+
+// Write ``blocks`` blocks of float32 or bfloat16, ``from_stride`` bytes apart, in ``bits`` to blocks ``to_stride`` bytes
+// apart. ``error`` [blocks]: the root mean square of what comes back wrong, relative to that of the block.
+EXPORT void pagewise_shrink(const char *from, long from_stride, uint8_t *to, long to_stride, long blocks, long vectors,
+                            long dim, int bits, int bf16, float *error) {
+  for (long b = 0; b < blocks; b++, from += from_stride, to += to_stride)
+    if (bits == 8 && bf16)
+      shrink(from, to, vectors, dim, 8, 1, error + b);
+    else if (bits == 8)
+      shrink(from, to, vectors, dim, 8, 0, error + b);
+    else if (bf16)
+      shrink(from, to, vectors, dim, 4, 1, error + b);
+    else
+      shrink(from, to, vectors, dim, 4, 0, error + b);
+}
+
+INLINE void widen_block(const uint8_t *from, char *to, long vectors, long dim, int bits, int bf16) {
+  for (long v = 0; v < vectors; v++) {
+    float x[MAX_KEY];
+    read_small(from + v * small_bytes(dim, bits), dim, bits, x);
+    for (long d = 0; d < dim; d += VEC)
+      store_some(to, v * dim + d, load_some(x, d, smaller(VEC, dim - d), 0), smaller(VEC, dim - d), bf16);
+  }
+}
+
+// Write blocks in ``bits`` back as float32 or bfloat16; see ``pagewise_shrink``.
+EXPORT void pagewise_widen(const uint8_t *from, long from_stride, char *to, long to_stride, long blocks, long vectors,
+                           long dim, int bits, int bf16) {
+  for (long b = 0; b < blocks; b++, from += from_stride, to += to_stride)
+    if (bits == 8)
+      widen_block(from, to, vectors, dim, 8, bf16);
+    else
+      widen_block(from, to, vectors, dim, 4, bf16);
+}
