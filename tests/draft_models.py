@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.model_builders import FAMILIES, VOCAB_SIZE, build_model
+from tests.model_builders import FAMILIES, LATENTS, OTHERS, VOCAB_SIZE, build_model
 
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 48, 80, 4, 2, 12
 
@@ -34,7 +34,7 @@ def build_head(path: Path, *, seed: int = 0, vocabulary: int | None = 120, **set
     weights = {f"{name}.weight": 0.2 * torch.randn(shape) for name, shape in shapes.items()}
     weights |= {f"{name}.weight": 1 + 0.1 * torch.randn(_HIDDEN) for name in norms}
     if vocabulary is not None:
-        targets = torch.tensor(([*range(0, VOCAB_SIZE, 2)] + [*range(1, VOCAB_SIZE, 2)])[:vocabulary]).sort().values
+        targets = torch.tensor([*range(0, VOCAB_SIZE, 2), *range(1, VOCAB_SIZE, 2)][:vocabulary]).sort().values
         weights["d2t"] = targets - torch.arange(vocabulary)
         known = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
         known[targets] = True
@@ -100,7 +100,7 @@ def build_cycling(model: Path, head: Path) -> list[int]:
 
 def build_mtp(family: str, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
     """Save a tiny model with an MTP layer behind its last layer. Returns a model that has it as a layer like others."""
-    _, settings = FAMILIES[family]
+    _, settings = (FAMILIES | OTHERS | LATENTS)[family]
     layers = settings["num_hidden_layers"]
     model = build_model(family, path, seed, num_hidden_layers=layers + 1)
     weights = load_file(path / "model.safetensors")

@@ -24,7 +24,16 @@ from pagewise_executor.plan_checks import (
     checked_copies,
     with_constraints,
 )
-from pagewise_executor.step_work import Chunk, Draft, Int32s, Int64s, SequenceState, StepWork, checked_drafts, checked_proposals
+from pagewise_executor.step_work import (
+    Chunk,
+    Draft,
+    Int32s,
+    Int64s,
+    SequenceState,
+    StepWork,
+    checked_drafts,
+    checked_proposals,
+)
 
 _NO_SEGMENTS: Int64s = np.zeros((0, 2), np.int64)
 

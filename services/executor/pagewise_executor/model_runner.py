@@ -51,8 +51,8 @@ from pagewise_executor.models.eagle3 import add_head
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.page_labels import LABEL_BYTES, KeptBlocks, PageLabels
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_executor.proposer import Proposer
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
+from pagewise_executor.proposer import Proposer
 from pagewise_executor.runner import BesideSteps, Counted, Report
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs

@@ -56,32 +56,31 @@ class Proposer:
         """
         taken = _taken(work, batch)
         found = [taken[row] for row, _ in work.proposals]
+        asked = [count for _, count in work.proposals]
+        counts = np.array([self._room(one, count, batch) for one, count in zip(found, asked, strict=True)])
+        rows, last = np.array([(one.row, one.start + one.size - 1) for one in found], np.int64).T
+        drafts = torch.full((len(found), max(asked)), NOTHING, dtype=torch.int64, device=tokens.device)
         hidden = self._take(found, tokens)
-        counts = np.array([self._room(one, count, batch) for one, (_, count) in zip(found, work.proposals, strict=True)])
-        most = max(count for _, count in work.proposals)
-        drafts = torch.full((len(found), most), NOTHING, dtype=torch.int64, device=tokens.device)
-        rows, last = (np.array([value(one) for one in found], np.int64) for value in (_row, _last))
-        at = np.arange(len(found))
-        for number in range(counts.max(initial=0)):
-            goes_on = counts[at] > number
-            if number:
-                at, chosen = at[goes_on], np.flatnonzero(goes_on)
-                entries, places = rows[at], last[at] + number
-                hidden = self._compute(entries, places, ids[self._upload(chosen)], hidden[self._upload(chosen)])
-            else:  # of the pass that took the tokens, the last entry of each row
-                ends = np.cumsum([one.size for one in found]) - 1
-                at = at[goes_on]
-                hidden = hidden[self._upload(ends[at])]
-            places = last[at] + 2 + number
-            on_device, there, put = self._upload.together(rows[at].astype(np.int32), places, at)
+        # Of the pass that takes the tokens, the last entry of each row that goes on; ``at``: these, by number.
+        at, number = np.flatnonzero(counts), 0
+        hidden = hidden[self._upload(np.cumsum([one.size for one in found])[at] - 1)]
+        while len(at):
+            positions = last[at] + 2 + number
+            on_device, there, put = self._upload.together(rows[at].astype(np.int32), positions, at)
             ids = sampler.draft(self._draft.logits(hidden), rows[at].tolist(), there, on_device)
             drafts[put, number] = ids
+            number += 1
+            goes_on = np.flatnonzero(counts[at] > number)
+            if len(goes_on):
+                chosen = self._upload(goes_on)
+                hidden = self._compute(rows[at[goes_on]], last[at[goes_on]] + number, ids[chosen], hidden[chosen])
+            at = at[goes_on]
         return drafts
 
     def _room(self, one: _Taken, count: int, batch: InputBatch) -> int:
-        """Return how many of ``count`` tokens can be drafted: all but the first need slots behind the known tokens."""
+        """Return how many of ``count`` tokens can be drafted: all but the first need a slot behind the known tokens."""
         slots = int(min(batch.num_blocks[one.row] * batch.block_size, batch.limits[one.row]))
-        return min(count, max(1, slots - _last(one)))
+        return min(count, max(1, slots - (one.start + one.size - 1)))
 
     def _take(self, found: list[_Taken], tokens: torch.Tensor) -> torch.Tensor:
         """Compute the entries of the tokens that the step has computed; return their hidden states."""
@@ -103,15 +102,6 @@ class Proposer:
         places = zip(rows.tolist(), positions.tolist(), strict=True)
         self._forward_pass.attend_behind([Chunk(row, start, 1, completes=False) for row, start in places])
         return self._draft.forward(ids, hidden, self._upload(positions))
-
-
-def _row(one: _Taken) -> int:
-    return one.row
-
-
-def _last(one: _Taken) -> int:
-    """The position of the last token that was computed."""
-    return one.start + one.size - 1
 
 
 def _taken(work: StepWork, batch: InputBatch) -> dict[int, _Taken]:

@@ -62,7 +62,7 @@ MAX_CONSTRAINTS_BYTES = MAX_ALLOWED_BYTES + 8 * MAX_LOGIT_BIASES + 4 * MAX_BAD_T
 _TOKEN_BYTES = _BLOCK_BYTES = 4
 _TABLE_BYTES = 12
 _COPY_BYTES = 8
-_ROW_BYTES = 32
+_ROW_BYTES = 40
 _MOVE_BYTES = 40
 _NAMES_BYTES = 2 * 1024 * (64 + _COPY_BYTES)
 """Blocks of tiers without ids: at most 512 are in flight from each of two such tiers, and 512 to each."""

@@ -13,7 +13,14 @@ from msgspec import Meta
 
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_GROUPS, MAX_TIERS
-from pagewise_shared.protocol.steps import CancelCopies, Copied, GroupedStepPlan, ProposingStepPlan, StepPlan, StepResult
+from pagewise_shared.protocol.steps import (
+    CancelCopies,
+    Copied,
+    GroupedStepPlan,
+    ProposingStepPlan,
+    StepPlan,
+    StepResult,
+)
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
 Role = Literal["prefill", "decode", "both"]

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.core.features import drafts
-from pagewise_scheduler.core.features.drafts import look_up
+from pagewise_scheduler.core.drafting import prompt_lookup
+from pagewise_scheduler.core.drafting.prompt_lookup import look_up
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.plan_builder import PlanBuilder
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -202,7 +202,7 @@ def test_what_was_not_found_is_not_looked_up_again(monkeypatch: pytest.MonkeyPat
         looked.append(len(tokens) // 4)
         return look_up(tokens, *rest)
 
-    monkeypatch.setattr(drafts, "look_up", counted)
+    monkeypatch.setattr(prompt_lookup, "look_up", counted)
     scheduler = create_scheduler(speculative=NGRAM, max_num_seqs=1)
     scheduler.add(create_request(prompt=9, max_tokens=20))
     executor = executor_for(scheduler)

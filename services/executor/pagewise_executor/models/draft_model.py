@@ -12,20 +12,15 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from pagewise_executor.attention.backend import AttentionShape
-
 
 class DraftModel(ABC):
     """A draft model that has been loaded, and that has hooks in the model that it drafts for.
 
-    ``attention``: its attention module. ``shape``: of this module. ``fingerprint``: the end of the fingerprint of a
-    model whose blocks have its KV, too. ``most``: most tokens of a draft. ``most_rows``: with more running sequences it
+    ``attention``: its attention module. ``most``: most tokens of a draft. ``most_rows``: with more running sequences it
     is not to be used; 0: measured times alone decide.
     """
 
     attention: nn.Module
-    shape: AttentionShape
-    fingerprint: str
     most: int
     most_rows: int
 

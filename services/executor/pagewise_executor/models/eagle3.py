@@ -18,7 +18,6 @@ from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 from torch import nn
 
-from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.families import join_rope
 from pagewise_executor.models.fused import FusedDecoderLayer, NormWeight, sum_of_one
@@ -104,6 +103,7 @@ class _Files(NamedTuple):
 class EagleHead(DraftModel):
     """A head that drafts for the model ``loaded``.
 
+    ``shape``: of its attention. ``fingerprint``: the end of the fingerprint of a model whose blocks have its KV, too.
     ``weights``: whose layer is fused. ``embedding``: of the head, or else of the model. ``targets`` int64 [draft
     vocabulary]: the token of the model that each of the head's is; None: the vocabularies are equal.
     """
@@ -114,9 +114,9 @@ class EagleHead(DraftModel):
     ) -> None:  # fmt: skip
         layer = weights.layers[0]
         assert isinstance(layer, FusedDecoderLayer)
-        self.attention, self.shape, self.most = layer.self_attn, layer.shape, wanted.num_speculative_tokens
+        self.attention, self.most = layer.self_attn, wanted.num_speculative_tokens
         self.most_rows = wanted.disable_by_batch_size or 0
-        self.fingerprint = f"-eagle3-{files.fingerprint}"
+        self.shape, self.fingerprint = layer.shape, f"-eagle3-{files.fingerprint}"
         self._layer, self._weights, self._operations = layer, weights, operations
         self._hidden_norm, self._norm = hidden_norm, NormWeight(weights.norm)
         self._before_residual = files.config.norm_before_residual
@@ -175,7 +175,9 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """
     layers = getattr(model.get_decoder(), "layers", None)  # type: ignore[operator]
     if not isinstance(layers, nn.ModuleList):
-        raise ModelError(f"{type(model).__name__} does not expose its layers, from which draft models take their inputs")
+        raise ModelError(
+            f"{type(model).__name__} does not expose its layers, from which draft models take their inputs"
+        )
     return layers
 
 

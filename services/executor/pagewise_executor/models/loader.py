@@ -168,11 +168,11 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     draft: DraftModel | None = None
     if has_mtp(config):
-        draft = MtpLayer(config, model, text, headers, dtype, device, attention[-1], layers[-1])
+        draft = MtpLayer(config, model, text, headers, dtype, device, attention[-1])
         rotations, no_segments = [], NO_SEGMENTS
     return LoadedModel(
         model=model,
-        fingerprint=fingerprint(path, files) + _variant(config, model, rope.length) + (draft.fingerprint if draft else ""),
+        fingerprint=fingerprint(path, files) + _variant(config, model, rope.length) + "-mtp" * (draft is not None),
         weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
         attention=attention, layers=layers, kernels=kernels, fallback=fallback,
         rotations=[rotation for layer, rotation in enumerate(rotations) if sources[layer] == layer],

@@ -15,7 +15,6 @@ from pagewise_shared.config import DraftModelConfig, ExecutorConfig, parse_specu
 from pagewise_shared.errors import ModelError
 from torch import nn
 
-from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.weight_files import Headers, open_weights
 
@@ -59,16 +58,16 @@ def add_mtp_layer(config: ExecutorConfig, text: Any, *, readable: bool) -> None:
 class MtpLayer(DraftModel):
     """The MTP layer of a model, which was loaded with this layer as its last one, and loses it.
 
-    ``headers``: of the files, which have the weights around the layer. ``attention``, ``shape``: of the layer.
+    ``headers``: of the files, which have the weights around the layer. ``attention``: of the layer.
     """
 
     def __init__(
         self, config: ExecutorConfig, model: Any, text: Any, headers: Headers, dtype: torch.dtype, device: torch.device,
-        attention: nn.Module, shape: AttentionShape,
+        attention: nn.Module,
     ) -> None:  # fmt: skip
         wanted = draft_model_config(config)
         assert wanted is not None
-        self.attention, self.shape, self.fingerprint, self.most = attention, shape, "-mtp", wanted.num_speculative_tokens
+        self.attention, self.most = attention, wanted.num_speculative_tokens
         self.most_rows = wanted.disable_by_batch_size or 0
         decoder = model.get_decoder()
         layers = decoder.layers
