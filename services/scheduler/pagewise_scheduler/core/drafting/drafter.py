@@ -14,10 +14,12 @@ Most = Callable[[RequestSequence], int]
 class Drafter(Protocol):
     """Makes the drafts of one executor's sequences. ``Drafting`` calls it, and puts the drafts into plans.
 
-    ``most_tokens``: of a draft. ``most_running``: with more running sequences nothing is drafted.
+    ``most_tokens``: of a draft. ``most_running``: with more running sequences nothing is drafted. ``ahead``: slots
+    behind a draft of a step in which the next draft may be made.
     """
 
     most_tokens: int
+    ahead: int
     most_running: float
 
     def waits(self) -> bool:

@@ -32,6 +32,7 @@ class ModelDrafts:
     def __init__(self, scheduler: "Scheduler", most_tokens: int, most_running: int, most_of: Most) -> None:
         self._scheduler, self._most_of = scheduler, most_of
         self.most_tokens, self.most_running = most_tokens, most_running or float("inf")
+        self.ahead = most_tokens - 1
         self._lengths = DraftLengths(most_tokens, scheduler.costs.first)
         self._expected: dict[RequestSequence, Acceptance] = {}
         self._proposed: dict[RequestSequence, array[int]] = {}

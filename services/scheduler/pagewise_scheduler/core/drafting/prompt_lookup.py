@@ -30,6 +30,8 @@ _TOKEN_IDS = int.from_bytes(TOKEN_ID.to_bytes(_TOKEN_BYTES, "little") * _WINDOW,
 class PromptLookup:
     """Looks drafts up for the members of ``decoding``; a ``Drafter``."""
 
+    ahead = 0
+
     def __init__(self, config: SpeculativeConfig, decoding: DecodeSet, most_of: Most) -> None:
         self._config, self._decoding, self._most_of = config, decoding, most_of
         self.most_tokens, self.most_running = config.num_speculative_tokens, config.disable_by_batch_size

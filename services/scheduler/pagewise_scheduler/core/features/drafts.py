@@ -130,13 +130,16 @@ class Drafting(Feature):
         """The part of a draft for which there are slots. Allocates further blocks only if that leaves a block for each
         decode, and the blocks that prefills have yet to take."""
         kv, table, num_tokens = self._kv, sequence.table, sequence.num_tokens
-        if not table.blocks_missing(num_tokens + len(draft)):
+        slots = num_tokens + len(draft)
+        if not kv.windows:  # states have places at ends of blocks that this step reaches alone
+            slots = min(slots + self._drafter.ahead, sequence.run_until)
+        if not table.blocks_missing(slots):
             return draft
         # Full blocks are cached when a sequence gets its next block. If drafts always bring the block, it is here.
         self.scheduler.cache_full_blocks(sequence, num_tokens - 1)
         held, each = len(table.blocks), kv.num_for_next
         others = each * len(self._decoding) + self.scheduler.prefilling.blocks_owed()
-        missing = kv.num_to_grow(table, table.blocks_missing(num_tokens + len(draft)))
+        missing = kv.num_to_grow(table, table.blocks_missing(slots))
         if missing and each * missing + others <= kv.num_available:
             added, copies = kv.grow(table, (held + missing) * kv.block_size)
             self._plan.copy(copies)
