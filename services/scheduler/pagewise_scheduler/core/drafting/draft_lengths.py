@@ -20,6 +20,10 @@ _FOLLOWS, _FOLLOWS_ALL = 0.2, 0.02
 """The weight of a measurement in the share of its sequence, and in that of all sequences."""
 _RECOVERS, _EXPECTED = 0.002, 0.5
 """In each step without a draft the share of a sequence goes back by so much to this one, so that it tries again."""
+_EXPLORES = 24
+"""Of so many steps with drafts one has fewer of them, so that the costs of steps with fewer are known too."""
+_SCALES = 1.0, 16.0, 8.0, 32.0
+"""What is not understood yet is rather the step's than the draft model's, which most steps use alike."""
 _PASS, _DRAFT_TOKEN = 0.15, 0.3
 """Costs of a pass of the draft model before any is measured, as a share of a step, and of a token there, of a token."""
 
@@ -42,7 +46,7 @@ class StepTimes:
 
     def __init__(self, costs: Costs) -> None:
         constants = costs.step, costs.token, _PASS * costs.step, _DRAFT_TOKEN * costs.token
-        self._line = OnlineLine(constants, (1.0, 8.0, 2.0, 8.0))
+        self._line = OnlineLine(constants, _SCALES)
         self._returned: list[StepSize | None] = []
         self._last: tuple[float, int] | None = None
 
@@ -99,6 +103,7 @@ class DraftLengths:
     def __init__(self, most: int, costs: Costs) -> None:
         self.most, self.times = most, StepTimes(costs)
         self._all = [_FIRST] * most
+        self._num_chosen = 0
 
     def new(self) -> Acceptance:
         """What is expected of a sequence that begins. All are expected a little more then, so that a model whose
@@ -138,6 +143,10 @@ class DraftLengths:
             rate = tokens / times.seconds(StepSize(num_running + number, passes, drafted))
             if rate > best:
                 best, taken = rate, number
+        if taken:
+            self._num_chosen += 1
+            turn, rest = divmod(self._num_chosen, _EXPLORES)
+            taken = taken if rest else turn % taken
         lengths: dict[RequestSequence, int] = {}
         for _, _, sequence in gains[:taken]:
             lengths[sequence] = lengths.get(sequence, 0) + 1

@@ -1,14 +1,18 @@
 """The interface of drafters: the scheduler looks drafts up in known tokens, or an executor proposes them by a model."""
 
 from array import array
-from collections.abc import Callable
 from typing import Protocol
 
 from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
-Most = Callable[[RequestSequence], int]
-"""Returns the most tokens of a draft that a sequence could take now, regardless of its blocks."""
+
+class Most(Protocol):
+    """The rule how long a draft may be."""
+
+    def __call__(self, sequence: RequestSequence, coming: int = 0) -> int:
+        """The most tokens of a draft for a sequence when ``coming`` more tokens are known, regardless of its blocks."""
+        ...
 
 
 class Drafter(Protocol):

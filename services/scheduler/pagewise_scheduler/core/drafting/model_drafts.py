@@ -24,10 +24,7 @@ _GRACE = 8
 
 
 class ModelDrafts:
-    """Asks for proposals of up to ``most_tokens`` tokens, and makes drafts of them; a ``Drafter``.
-
-    ``most_of``: of drafts of the next step.
-    """
+    """Asks for proposals of up to ``most_tokens`` tokens, and makes drafts of them; a ``Drafter``."""
 
     def __init__(self, scheduler: "Scheduler", most_tokens: int, most_running: int, most_of: Most) -> None:
         self._scheduler, self._most_of = scheduler, most_of
@@ -65,8 +62,7 @@ class ModelDrafts:
         candidates: dict[RequestSequence, tuple[Acceptance, int]] = {}
         for sequence in decoding:
             begins = sequence.row in rows
-            # The step draws a token more than it has drafts, and at least one.
-            most = min(self.most_tokens, self._most_of(sequence) - 1)
+            most = self._most_of(sequence, coming=1)  # or more, if the step has a draft of which tokens are right
             if begins and sequence not in self._expected:
                 self._expected[sequence] = self._lengths.new()
             if most > 0 and (expected := self._expected.get(sequence)) is not None:

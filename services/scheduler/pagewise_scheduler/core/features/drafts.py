@@ -118,12 +118,12 @@ class Drafting(Feature):
         is less than the longest draft, the memory of one draft more does not matter."""
         return max(MAX_SPECULATIVE_TOKENS, self.scheduler.limits.max_num_seqs) - self.scheduler.num_running
 
-    def _most(self, sequence: RequestSequence) -> int:
-        """The most tokens of a draft for a sequence, regardless of its blocks."""
+    def _most(self, sequence: RequestSequence, coming: int = 0) -> int:
+        """The most tokens of a draft for a sequence when ``coming`` more tokens are known, regardless of its blocks."""
         if sequence.num_tokens < sequence.draft_after or not is_draftable(sequence):
             return 0
         # Each step samples one token more than its draft has.
-        left = min(sequence.run_until - sequence.num_tokens, _num_free(sequence))
+        left = min(sequence.run_until - sequence.num_tokens, _num_free(sequence)) - coming
         return min(self._drafter.most_tokens, left - 1)
 
     def _fitting(self, sequence: RequestSequence, draft: "array[int]") -> "array[int]":
