@@ -10,7 +10,8 @@ import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths
-from pagewise_scheduler.core.requests.request import RequestSequence
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
+from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import NewSequence, ProposingStepPlan, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
 from safetensors.torch import load_file
@@ -20,6 +21,7 @@ from tests.draft_models import build_cycling, build_head, build_mtp
 from tests.executor.driver import outputs_of, request, run_requests
 from tests.executor.runners import build_runner
 from tests.executor.test_speculation import requests
+from tests.lora_adapters import build_adapter, read, with_adapter
 from tests.model_builders import build_model
 
 MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
@@ -167,6 +169,73 @@ def test_impossible_proposals_are_refused(
 ) -> None:
     with pytest.raises(InvalidPlanError, match=why):
         started(cycling[0], proposals)
+
+
+def test_prompts_that_begin_in_the_cache_have_the_kv_of_the_draft_model(tmp_path: Path) -> None:
+    build_model("llama", tmp_path / "model", seed=5)
+    build_head(tmp_path / "head", seed=4)
+    runner = build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head"))
+    runner.reset(Welcome(1, 4, 64))
+    prompt = pack_int32s([number * 7 % 199 for number in range(21)])
+
+    def joins(row: int, computed: int, blocks: list[int]) -> NewSequence:
+        return NewSequence(row, prompt, 21, computed, pack_int32s(blocks), SamplingParams(temperature=0.0))
+
+    # In chunks, of which the first two complete nothing.
+    first = ((0, 5), (0, 0)), ((0, 9), (0, 0)), ((0, 7), (0, 3))
+    for step, (chunk, proposal) in enumerate(first, 1):
+        new = (joins(0, 0, [0, 1, 2]),) if step == 1 else ()
+        plan = ProposingStepPlan(1, step, joined=new, chunks=(chunk,), proposals=pack_int32s(proposal))
+        expected = answer(runner, plan)
+    new = joins(1, 16, [0, 1, 3])
+    again = ProposingStepPlan(1, 4, left=(0,), joined=(new,), chunks=((1, 5),), proposals=pack_int32s([1, 3]))
+    assert answer(runner, again) == expected
+
+
+@pytest.mark.usefixtures("drafts_always")
+def test_adapters_and_drafts_go_together(tmp_path: Path) -> None:
+    build_model("llama", tmp_path / "model", seed=5)
+    build_head(tmp_path / "head")
+    adapter = read(build_adapter(tmp_path / "model", tmp_path / "adapter"))
+    runner = build_runner(
+        tmp_path / "model", speculative_config=eagle3(tmp_path / "head"), enable_lora=True, max_lora_rank=16
+    )
+
+    def asked() -> list[Request]:
+        return [with_adapter(one, [5, 6, 7, number], 16, f"r{number}") for number, one in enumerate([adapter, None])]
+
+    run_requests(runner, expected := asked(), proposes=False)
+    scheduler, _ = run_requests(runner, found := asked())
+    assert outputs_of(found) == outputs_of(expected)
+    assert scheduler.features.drafts.num_drafts > 10
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("llama", {"hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}, "has no embedding"),
+        ("llama", {"num_hidden_layers": 2}, "inputs of layers"),
+        ("llama", {"vocab_size": 90}, "d2t names tokens outside"),
+        ("llama", {}, "multi-token prediction"),
+    ],
+)
+def test_draft_models_that_do_not_fit_are_refused(
+    tmp_path: Path, family: str, settings: dict[str, Any], why: str
+) -> None:
+    build_model(family, tmp_path / "model", **settings)
+    build_head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    with pytest.raises(ModelError, match=why):
+        build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head") if settings else MTP)
+
+
+def test_heads_with_other_weights_are_refused(tmp_path: Path) -> None:
+    build_model("llama", tmp_path / "model")
+    build_head(tmp_path / "head", intermediate_size=64)
+    with pytest.raises(ModelError, match=r"is no EAGLE-3 head for this model: its weight layers\.0\.mlp"):
+        build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head"))
+    build_head(tmp_path / "head", num_hidden_layers=2)
+    with pytest.raises(ModelError, match="2 layers"):
+        build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head"))
 
 
 def test_proposals_need_a_draft_model(tmp_path: Path) -> None:
