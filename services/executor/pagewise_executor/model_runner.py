@@ -3,9 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import compress, repeat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +24,7 @@ from pagewise_shared.protocol import (
     Inventory,
     LoadAdapter,
     LookUp,
-    PromptLogprobs,
-    RowFailure,
     StepPlan,
-    StepResult,
     TierInfo,
     Welcome,
 )
@@ -43,6 +38,7 @@ from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
 from pagewise_executor.group_choice import choose_pages, groups_of
 from pagewise_executor.grouped_batch import GroupedBatch, batch_for
+from pagewise_executor.issued_step import IssuedStep, record_event
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.page_pool import PagePool
@@ -59,7 +55,7 @@ from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.thinking import ThinkingRows
 from pagewise_executor.step_threads import StepThreads
-from pagewise_executor.step_work import Int32s, SequenceState, StepWork, accept, kept_tokens
+from pagewise_executor.step_work import Int32s, StepWork, accept, kept_tokens
 from pagewise_executor.structured.structured_rows import StructuredRows, load_grammars
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
@@ -79,68 +75,6 @@ _NO_SEGMENTS = "its windowed layers do not keep all tokens (with --no-layer-grou
 _NO_SEGMENTS_OF_STATES = "its recurrent layers keep states, which depend on all tokens before a segment"
 
 _Computed = tuple[torch.Tensor, LogprobsTensors | None, list[tuple[int, LogprobsTensors]], torch.Tensor | None]
-
-
-def record_event(device: torch.device) -> "torch.cuda.Event | None":
-    """Record a CUDA event; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-@dataclass(slots=True)
-class IssuedStep:
-    """A step that may still be running on the device.
-
-    ``tokens``: int64 [n], on the device, of the sequences ``rows`` [n]. On CUDA, ``events`` mark the beginning and the
-    end of the step on the device; on the CPU the step is over, and took ``seconds``. ``failures``: sequences that
-    cannot go on. ``kept`` [n]: whether the sequence keeps the token; None: the step has no drafts, and all are kept.
-    ``proposed``: the drafts behind the step, as ``Proposer.propose`` returns them; ``asked``: how many tokens of each.
-    """
-
-    plan: StepPlan
-    tokens: torch.Tensor
-    rows: list[SequenceState]
-    logprobs: LogprobsTensors | None
-    prompt_logprobs: list[tuple[int, LogprobsTensors]]
-    seconds: float
-    events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
-    failures: list[RowFailure] = field(default_factory=list)
-    kept: list[bool] | None = None
-    proposed: torch.Tensor | None = None
-    asked: Sequence[int] = ()
-
-    @property
-    def ready(self) -> bool:
-        """Whether the device has finished the step."""
-        return self.events is None or bool(self.events[1].query())  # type: ignore[no-untyped-call]
-
-    def result(self) -> StepResult:
-        """Return the step's result; this waits for the device."""
-        seconds = self.seconds
-        if self.events is not None:
-            began, done = self.events
-            done.synchronize()
-            seconds = began.elapsed_time(done) * 1e-3
-        tokens = self.tokens.numpy().astype(np.int32)
-        for row, token in compress(zip(self.rows, tokens.tolist(), strict=True), self.kept or repeat(True)):
-            row.sampled.append(token)
-        return StepResult(
-            epoch=self.plan.epoch,
-            step=self.plan.step,
-            tokens=tokens.tobytes(),
-            logprobs=self.logprobs.report() if self.logprobs is not None else (),
-            prompt_logprobs=tuple(PromptLogprobs(row, wanted.report()) for row, wanted in self.prompt_logprobs),
-            elapsed_us=int(seconds * 1e6),
-            failures=tuple(self.failures),
-            proposed=b"" if self.proposed is None else self._drafts(self.proposed).tobytes(),
-        )
-
-    def _drafts(self, proposed: torch.Tensor) -> Int32s:
-        wanted = np.arange(proposed.shape[1]) < np.array(self.asked)[:, None]
-        return proposed.numpy()[wanted].astype(np.int32)
 
 
 class ModelRunner:

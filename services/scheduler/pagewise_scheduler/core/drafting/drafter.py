@@ -1,10 +1,12 @@
 """The interface of drafters: the scheduler looks drafts up in known tokens, or an executor proposes them by a model."""
 
 from array import array
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pagewise_scheduler.core.requests.request import RequestSequence
-from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
 
 class Most(Protocol):
@@ -39,7 +41,7 @@ class Drafter(Protocol):
         """At most ``most`` tokens that may follow the known tokens of a sequence. No step is in flight."""
         ...
 
-    def drafted(self, drafts: Drafts) -> None:
+    def drafted(self, drafts: "Drafts") -> None:
         """The step has all its drafts."""
         ...
 
@@ -47,7 +49,7 @@ class Drafter(Protocol):
         """All decodes and chunks of the step are planned. ``most_verified``: most draft tokens of the next step."""
         ...
 
-    def returned(self, step: StepInFlight) -> None:
+    def returned(self, step: "StepInFlight") -> None:
         """A step has come back."""
         ...
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths, StepSize
 from pagewise_scheduler.core.drafting.drafter import Most
 from pagewise_scheduler.core.requests.request import RequestSequence
-from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
 if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+    from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
 _GRACE = 8
 """Steps without a draft in which the draft model goes on taking the tokens of a sequence."""
@@ -50,7 +50,7 @@ class ModelDrafts:
                 return found[:index]
         return found
 
-    def drafted(self, drafts: Drafts) -> None:
+    def drafted(self, drafts: "Drafts") -> None:
         """Forget the proposals: other tokens are the last ones after this step."""
         self._proposed.clear()
 
@@ -81,7 +81,7 @@ class ModelDrafts:
             if sequence.row in rows or (sequence in candidates and candidates[sequence][0].idle <= _GRACE)
         ]
 
-    def returned(self, step: StepInFlight) -> None:
+    def returned(self, step: "StepInFlight") -> None:
         """Keep the drafts that a step proposes, and learn its size."""
         self._proposed.clear()
         start = 0

@@ -9,14 +9,17 @@ Two steps would stay in flight, but the scheduler could plan neither a row's blo
 """
 
 from array import array
+from typing import TYPE_CHECKING
 
-from pagewise_shared.config import SpeculativeConfig
+from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.segments import TOKEN_ID
 
 from pagewise_scheduler.core.drafting.drafter import Most
 from pagewise_scheduler.core.requests.request import RequestSequence
-from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
-from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
+
+if TYPE_CHECKING:
+    from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
+    from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
 _WINDOW = 16_384
 """The number of a sequence's last tokens in which drafts are looked up, which takes some tens of microseconds."""
@@ -32,7 +35,7 @@ class PromptLookup:
 
     ahead = 0
 
-    def __init__(self, config: SpeculativeConfig, decoding: DecodeSet, most_of: Most) -> None:
+    def __init__(self, config: SpeculativeConfig, decoding: "DecodeSet", most_of: Most) -> None:
         self._config, self._decoding, self._most_of = config, decoding, most_of
         self.most_tokens, self.most_running = config.num_speculative_tokens, config.disable_by_batch_size
         self._awaited: RequestSequence | None = None
@@ -61,7 +64,7 @@ class PromptLookup:
             sequence.draft_after = stop + 1  # do not look up the same tokens again
         return found
 
-    def drafted(self, drafts: Drafts) -> None:
+    def drafted(self, drafts: "Drafts") -> None:
         """Let the sequence pause for whose draft planning waited, if it has none."""
         awaited, self._awaited = self._awaited, None
         if awaited is not None and awaited not in drafts:
@@ -70,7 +73,7 @@ class PromptLookup:
     def planned(self, most_verified: int) -> None:
         """Nothing is to be done."""
 
-    def returned(self, step: StepInFlight) -> None:
+    def returned(self, step: "StepInFlight") -> None:
         """Nothing is to be done."""
 
     def verified(self, sequence: RequestSequence, drafted: int, accepted: int) -> None:
