@@ -10,7 +10,6 @@ for the KV of its own entries before the last one.
 
 import argparse
 import json
-import random
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from torch import nn
 from train import (
     BATCH,
     CONTEXT,
-    build_corpus,
+    END_OF_TEXT,
     hold_out,
     learning_rate,
     read_sources,
@@ -165,6 +164,12 @@ def save(head: Head, targets: torch.Tensor, model: LlamaForCausalLM, path: Path)
     (path / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
+def tokens_of(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """Return the tokens of texts, one behind the other."""
+    encoded = tokenizer.backend_tokenizer.encode_batch_fast([END_OF_TEXT + text for text in texts])
+    return torch.tensor([token for one in encoded for token in one.ids])
+
+
 def main() -> None:
     """Train and save."""
     parser = argparse.ArgumentParser(description="train an EAGLE-3 head for the bundled demo model")
@@ -179,17 +184,17 @@ def main() -> None:
     path = resolve_model("pagewise-demo")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
-    corpus = build_corpus(*hold_out(read_sources()), tokenizer, random.Random(args.seed))  # noqa: S311
-    counts = torch.bincount(corpus.train.long(), minlength=model.config.vocab_size)
+    kept, held_out = (tokens_of(texts, tokenizer) for texts in hold_out(read_sources()))
+    counts = torch.bincount(kept, minlength=model.config.vocab_size)
     targets = counts.argsort(descending=True)[: args.vocabulary].sort().values
-    covered = counts[targets].sum().item() / len(corpus.train)
+    covered = counts[targets].sum().item() / len(kept)
     head, generator = Head(model, targets), torch.Generator().manual_seed(args.seed)
     matrices = [weight for weight in head.parameters() if weight.ndim == 2]
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
     report(f"{sum(map(torch.numel, matrices))} parameters; {covered:.1%} of the text are tokens that the head knows")
     smooth = [0.0] * AHEAD
     for step in range(1, args.steps + 1):
-        batch = sample(corpus.train, CONTEXT // 2, BATCH // 2, generator)
+        batch = sample(kept, CONTEXT // 2, BATCH // 2, generator)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step / args.steps, peak=2e-3)
         loss, shares = losses(model, head, batch, targets)
@@ -202,7 +207,7 @@ def main() -> None:
             found = " ".join(f"{share:.3f}" for share in smooth)
             report(f"step {step:5d}  loss {loss.item():.3f}  the model's likeliest token: {found}")
     with torch.no_grad():
-        batch = sample(corpus.validation, CONTEXT, BATCH, generator)
+        batch = sample(held_out, CONTEXT, BATCH, generator)
         found = " ".join(f"{share:.3f}" for share in losses(model, head, batch, targets)[1])
     report(f"done: {args.steps} steps; on held-out text, the model's likeliest token: {found}")
     save(head, targets, model, args.out)

@@ -310,12 +310,13 @@ def reference_of_head(model: Any, head: Path, ids: list[int], count: int) -> lis
     return found
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "torch"])
+@pytest.mark.parametrize("kernels", ["cpu", "torch", pytest.param("triton", marks=pytest.mark.long)])
 def test_a_head_proposes_what_it_predicts(tmp_path: Path, kernels: str) -> None:
     if kernels == "cpu":
         need_cpu_kernels()
     model = build_model("llama", tmp_path / "model", seed=5)
     build_head(tmp_path / "head", seed=4)
     runner = build_runner(tmp_path / "model", kernels=kernels, speculative_config=eagle3(tmp_path / "head", 4))
+    assert "KV of its draft model" in runner.info.no_segments
     drawn, proposed = started(runner, [0, 4])
     assert proposed == reference_of_head(model, tmp_path / "head", [5, 6, 7, *drawn], 4)

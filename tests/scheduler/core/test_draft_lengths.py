@@ -129,7 +129,9 @@ def test_right_drafts_go_on_and_wrong_ones_end_soon() -> None:
 def test_a_busy_executor_drafts_nothing_and_drafts_again_when_it_is_less_busy() -> None:
     scheduler = create_scheduler(num_blocks=4000, max_num_seqs=16, max_num_batched_tokens=200, max_proposed=3)
     few, *many = (create_request(prompt=5, max_tokens=length) for length in (900, *[60] * 15))
-    for request in (few, *many):
+    scheduler.add(few)
+    play(scheduler, 0.7, 5, token_seconds=5e-3)
+    for request in many:
         scheduler.add(request)
     play(scheduler, 0.7, 60, token_seconds=5e-3)
     busy = scheduler.features.drafts.num_drafts
@@ -139,6 +141,19 @@ def test_a_busy_executor_drafts_nothing_and_drafts_again_when_it_is_less_busy() 
     play(scheduler, 0.7, 60, token_seconds=5e-3)
     assert len(few.sequences[0].output_token_ids) - before > 80
     assert busy < 200  # of 960 in which there could have been some
+
+
+def test_prompts_are_taken_only_if_drafts_may_pay() -> None:
+    lengths = DraftLengths(3, SLOW_TOKENS)
+    assert [lengths.pays(count) for count in (1, 30)] == [False, False]
+    lengths = DraftLengths(3, Costs(step=10e-3, token=1e-3))
+    assert [lengths.pays(count) for count in (1, 30)] == [True, False]
+    scheduler = create_scheduler(num_blocks=400, max_proposed=3, costs=SLOW_TOKENS)
+    scheduler.add(create_request(prompt=90, max_tokens=30))
+    while (plan := scheduler.schedule(0.0)) is not None:
+        assert not plan.proposals
+        step = scheduler.steps_in_flight[0]
+        scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5] * len(step.sampled))))
 
 
 def test_with_more_sequences_than_allowed_the_draft_model_is_not_used() -> None:

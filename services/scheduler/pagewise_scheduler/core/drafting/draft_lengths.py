@@ -117,6 +117,18 @@ class DraftLengths:
         for place in range(min(drafted, accepted + 1, self.most)):
             self._all[place] += _FOLLOWS_ALL * ((place < accepted) - self._all[place])
 
+    def pays(self, num_running: int) -> bool:
+        """Whether drafts are expected to pay for new sequences, where so many run and all are like them."""
+        times, gain, tokens = self.times, 1.0, 1.0
+        least = 1 / times.seconds(StepSize(num_running, 0, 0))
+        for passes, share in enumerate(self._all, 1):
+            gain *= share
+            tokens += gain
+            size = StepSize((1 + passes) * num_running, passes, passes * num_running)
+            if tokens / times.seconds(size) > least:
+                return True
+        return False
+
     def choose(
         self, candidates: Mapping[RequestSequence, tuple[Acceptance, int]], num_running: int, most: int
     ) -> dict[RequestSequence, int]:

@@ -1,9 +1,9 @@
 """Drafts by a draft model of the executor, which proposes them behind a step, in the step's result.
 
-Behind each chunk the draft model takes the chunk's tokens, so that its KV is complete where prompts are cached. Behind
-decodes it does so for sequences that are drafted for. A sequence for which drafts do not pay is taken for a few steps
-more, and is then left alone, because a pass of the draft model costs time even if it drafts nothing. Its KV there has
-gaps, by which later drafts become worse, and no output wrong.
+The draft model takes the prompt of a sequence, chunk by chunk, if drafts are expected to pay when the sequence begins.
+Behind decodes it takes the tokens of sequences that are drafted for. A sequence for which drafts do not pay is taken
+for a few steps more, and is then left alone, because a pass of the draft model costs time even if it drafts nothing.
+Its KV there has gaps, by which later drafts become worse, and no output wrong.
 
 While a step proposes drafts, the next plan waits for its result. While none does, two steps are in flight.
 """
@@ -31,7 +31,7 @@ class ModelDrafts:
         self.most_tokens, self.most_running = most_tokens, most_running or float("inf")
         self.ahead = most_tokens - 1
         self._lengths = DraftLengths(most_tokens, scheduler.costs.first)
-        self._expected: dict[RequestSequence, Acceptance] = {}
+        self._expected: dict[RequestSequence, Acceptance | None] = {}  # None: it is not drafted for
         self._proposed: dict[RequestSequence, array[int]] = {}
 
     def waits(self) -> bool:
@@ -57,14 +57,13 @@ class ModelDrafts:
     def planned(self, most_verified: int) -> None:
         """Ask for proposals: as long as pays for sequences that decode in the next step, and none for others."""
         plan, rows = self._scheduler.plan, dict(self._scheduler.plan.chunks)
-        plan.proposals += [(sequence, 0) for sequence in self._scheduler.prefilling if sequence.row in rows]
-        decoding = self._scheduler.decoding.order()
+        decoding, prefilling = self._scheduler.decoding.order(), list(self._scheduler.prefilling)
+        if rows:
+            self._begin([one for one in (*prefilling, *decoding) if one.row in rows])
+        plan.proposals += [(one, 0) for one in prefilling if one.row in rows and self._expected.get(one)]
         candidates: dict[RequestSequence, tuple[Acceptance, int]] = {}
         for sequence in decoding:
-            begins = sequence.row in rows
             most = self._most_of(sequence, coming=1)  # or more, if the step has a draft of which tokens are right
-            if begins and sequence not in self._expected:
-                self._expected[sequence] = self._lengths.new()
             if most > 0 and (expected := self._expected.get(sequence)) is not None:
                 candidates[sequence] = expected, most
         lengths: dict[RequestSequence, int] = {}
@@ -78,8 +77,16 @@ class ModelDrafts:
         plan.proposals += [
             (sequence, lengths.get(sequence, 0))
             for sequence in decoding
-            if sequence.row in rows or (sequence in candidates and candidates[sequence][0].idle <= _GRACE)
+            if (expected := self._expected.get(sequence)) is not None
+            and (sequence.row in rows or (sequence in candidates and expected.idle <= _GRACE))
         ]
+
+    def _begin(self, computed: list[RequestSequence]) -> None:
+        """Let the draft model take the prompts of sequences that begin, if drafts are expected to pay now."""
+        running = self._scheduler.num_running
+        if begun := [one for one in computed if one not in self._expected]:
+            pays = running <= self.most_running and self._lengths.pays(running)
+            self._expected |= {one: self._lengths.new() if pays else None for one in begun}
 
     def returned(self, step: "StepInFlight") -> None:
         """Keep the drafts that a step proposes, and learn its size."""
