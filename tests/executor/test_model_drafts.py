@@ -270,9 +270,10 @@ def reference_of_mtp(whole: Any, path: Path, ids: list[int], count: int) -> list
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_an_mtp_layer_proposes_what_it_predicts(tmp_path: Path, family: str) -> None:
+def test_an_mtp_layer_proposes_what_it_predicts(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
     whole = build_mtp(family, tmp_path, seed=2)
     drawn, proposed = started(build_runner(tmp_path, speculative_config=MTP), [0, 3])
+    assert "not used" not in caplog.text
     whole.set_attn_implementation("sdpa")
     assert proposed == reference_of_mtp(whole, tmp_path, [5, 6, 7, *drawn], 3)
 

@@ -6,7 +6,7 @@ checked, converted and quantised like the others. Then its decoder gives the lay
 hidden state behind the last norm of the model, and the embedding of the next token. Embedding and head are the model's.
 """
 
-import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ from torch import nn
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.weight_files import Headers, open_weights
 
-log = logging.getLogger(__name__)
-
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
+_AROUND = re.compile(r"\.layers\.\d+\.(enorm|hnorm|eh_proj|shared_head|embed_tokens)\.")
 _LISTS = ("layer_types", "mlp_layer_types")
 """Settings that have an entry for each layer."""
 
@@ -35,6 +34,11 @@ def has_mtp(config: ExecutorConfig) -> bool:
     """Return whether the option asks for the MTP layer of the checkpoint."""
     wanted = draft_model_config(config)
     return wanted is not None and wanted.method == "mtp"
+
+
+def is_around_mtp(name: str) -> bool:
+    """Return whether a tensor of a checkpoint belongs to an MTP layer, and to no part that other layers have."""
+    return _AROUND.search(name) is not None
 
 
 def add_mtp_layer(config: ExecutorConfig, text: Any, *, readable: bool) -> None:
