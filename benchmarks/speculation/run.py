@@ -4,6 +4,10 @@ Two services with real processes, one that drafts and one that does not, get the
 compute the model, but draw the tokens of given texts (``executor.py``): code that is rewritten or edited, code and
 prose that go on, and random tokens. ``own`` are texts that the model writes itself, greedily. Outputs of both services
 have to be equal. Prints a table and, with ``--json``, writes the numbers.
+
+With ``--head``, drafts are those of a draft model: of an EAGLE-3 head in a folder, or of one with random weights. Drafts
+are drawn like tokens. So drafts of given texts are always right, which is the bound for any head, and those of ``own``
+are the head's.
 """
 
 import argparse
@@ -31,9 +35,10 @@ from benchmarks.record import record_file, write_record
 from benchmarks.scrape import scrape, total
 from benchmarks.serving.workloads import build_model
 from benchmarks.speculation.executor import VARIABLE
+from benchmarks.speculation.heads import build_random_head
 from benchmarks.speculation.texts import KINDS, Text, Texts
 
-DEMO, RANDOM_49M = "pagewise-demo", "49M"
+DEMO, RANDOM_49M, RANDOM_HEAD = "pagewise-demo", "49M", "random"
 OWN = "own"
 
 
@@ -62,7 +67,7 @@ class Service:
         self.cluster.start()
         used = [f"--threads={threads}"] if threads else []
         command = [sys.executable, "-m", "benchmarks.speculation.executor", model, *used, "--num-blocks=2048"]
-        command += [f"--scheduler={self.cluster.endpoint}", "--executor-id=e0", "--no-profile"]
+        command += [f"--scheduler={self.cluster.endpoint}", "--executor-id=e0", "--no-profile", *options]
         self.cluster.executors.append(Process("executor", command, folder, {VARIABLE: str(texts)}))
         self.cluster.wait_ready(1, 120.0)
         started = (self.cluster.scheduler, *self.cluster.gateways.values(), *self.cluster.executors)
@@ -111,8 +116,16 @@ def services(args: argparse.Namespace, model: str, texts: list[Text]) -> Iterato
             build_model(Path(path))
         file = folder / "texts.json"
         file.write_text(json.dumps([[*text.prompt, *text.output] for text in texts]))
-        found = {}
-        for mode, options in (("off", []), ("on", [f"--speculative-config={args.config}"])):
+        found, config = {}, args.config
+        if args.head is not None:
+            head = folder / "head"
+            if args.head == RANDOM_HEAD:
+                settings = json.loads((resolve_model(path) / "config.json").read_text())
+                build_random_head(head, settings, vocabulary=1024)
+            else:
+                head = Path(args.head)
+            config = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": args.tokens})
+        for mode, options in (("off", []), ("on", [f"--speculative-config={config}"])):
             found[mode] = service = Service(folder / mode, path, file, options, args.threads)
             stack.callback(service.cluster.close)
         yield found
@@ -182,6 +195,8 @@ def row_of(model: str, kind: str, concurrent: int, taken: dict[str, list[tuple[f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default='{"num_speculative_tokens": 4, "disable_by_batch_size": 8}')
+    parser.add_argument("--head", help=f"draft by an EAGLE-3 head: its folder, or {RANDOM_HEAD}")
+    parser.add_argument("--tokens", type=int, default=3, help="of a draft of the head, at most")
     parser.add_argument("--models", nargs="+", default=[DEMO, RANDOM_49M], help=f"{RANDOM_49M} is a random Llama")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--concurrent", type=int, nargs="+", default=[1, 2, 4, 8])
@@ -211,7 +226,7 @@ def main() -> None:
             )
     if args.json:
         load = round(os.getloadavg()[0], 1)
-        write_record(args.json, {"config": args.config, "load_average_at_end": load, "rows": rows})
+        write_record(args.json, {"config": args.head or args.config, "load_average_at_end": load, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -46,14 +46,21 @@ def run_requests(
     directory: PrefixDirectory | None = None,
     speculative: SpeculativeConfig | None = None,
     eviction: EvictionName = "lru",
+    proposes: bool = True,
 ) -> tuple[Scheduler, list[StepOutput]]:
     """Run requests to their end, two steps in flight; ``arrive_every`` steps another one comes in (0: all at once).
 
-    ``directory``: of the executors that lend blocks, to which this one is added.
+    ``directory``: of the executors that lend blocks, to which this one is added. ``proposes``: use its draft model.
     """
     shape = arena_of(runner.info, max_num_batched_tokens, num_blocks)
     scheduler = Scheduler(
-        features=FeatureOptions(runner.info.adapters, max_grammars=runner.info.max_grammars, speculative=speculative),
+        features=FeatureOptions(
+            runner.info.adapters,
+            runner.info.max_grammars,
+            speculative,
+            runner.info.max_proposed if proposes else 0,
+            runner.info.max_proposing,
+        ),
         num_blocks=num_blocks or runner.info.num_blocks,
         shape=shape,
         block_size=runner.info.block_size,

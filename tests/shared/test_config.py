@@ -5,6 +5,7 @@ from typing import Annotated
 import pytest
 from msgspec import Struct
 from pagewise_shared.config import (
+    DraftModelConfig,
     ExecutorConfig,
     GatewayConfig,
     GatewaysConfig,
@@ -82,6 +83,14 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--speculative-config", "ngram:0"], {}, "--speculative-config: Expected `int` >= 1"),
         (["--speculative-config", '{"method": "eagle"}'], {}, "--speculative-config"),
         (["--speculative-config", '{"num_speculative_tokens": 3, "model": "x"}'], {}, "unknown field `model`"),
+        (["--speculative-config", '{"method": "eagle3"}'], {}, "eagle3 needs the model that drafts"),
+        (["--speculative-config", '{"method": "mtp", "model": "x"}'], {}, "mtp has its model in the checkpoint"),
+        (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 17}'], {}, "Expected `int` <= 16"),
+        (
+            ["--speculative-config", '{"method": "mtp"}', "--tensor-parallel", "2"],
+            {},
+            "mtp cannot be used with --tensor-parallel",
+        ),
         (
             ["--speculative", '{"num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 3}'],
             {},
@@ -169,6 +178,15 @@ def test_speculation_is_asked_for_as_in_vllm_or_in_short() -> None:
     for bound, value in (("prompt_lookup_max", 2), ("prompt_lookup_min", 6)):  # the other one is the same then
         parsed = parse_speculative(f'{{"num_speculative_tokens": 4, "{bound}": {value}}}')
         assert (parsed.prompt_lookup_max, parsed.prompt_lookup_min) == (value, value)
+
+
+def test_draft_models_are_asked_for_as_in_vllm() -> None:
+    given = '{"method": "eagle3", "model": "head", "num_speculative_tokens": 5, "disable_by_batch_size": 64}'
+    config = parse("--speculative-config", given)
+    assert config.executor.speculative_config == config.scheduler.speculative_config == given
+    expected = DraftModelConfig(method="eagle3", model="head", num_speculative_tokens=5, disable_by_batch_size=64)
+    assert parse_speculative(given) == expected
+    assert parse_speculative('{"method": "mtp"}') == DraftModelConfig(method="mtp")
 
 
 def test_the_number_of_threads_may_be_auto() -> None:

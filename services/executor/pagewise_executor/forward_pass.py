@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from pagewise_executor.adapters.adapters import Adapters
@@ -23,7 +24,7 @@ from pagewise_executor.models.recurrent import PagedRecurrence, RecurrentContext
 from pagewise_executor.sampling.logprobs import ComputeLogprobs, compute_logprobs
 from pagewise_executor.sampling.penalties import Penalties, TorchPenalties, TritonPenalties
 from pagewise_executor.sampling.token_sampler import TokenSampler, TorchTokenSampler, TritonTokenSampler
-from pagewise_executor.step_work import Int64s, StepWork
+from pagewise_executor.step_work import Chunk, Int64s, StepWork
 from pagewise_executor.uploads import Array, Uploads
 
 if TYPE_CHECKING:
@@ -168,6 +169,12 @@ class ForwardPass:
         for recurrence in self._recurrent:
             recurrence.settle(self.recurrent_context.batches)
 
+    def attend_behind(self, chunks: list[Chunk]) -> None:
+        """Prepare attention of layers that compute ``chunks`` behind the step, whose tables hold."""
+        nothing = np.zeros(0, np.int64)
+        work = StepWork(nothing, False, chunks, [], [], [], [], (), [], [])
+        self.forward_context.step = self.attention.prepare(work)
+
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor | int = 0) -> torch.Tensor:
         """Run the model on a flat batch of ids and positions [tokens], with the attention of ``forward_context``.
 
@@ -264,6 +271,9 @@ def triton_compute(
         forward_pass.plans = RecurrentPlans(forward_pass.recurrent_context, state_bytes, rows, most, device)
     if forward_pass.gathers_states:
         log.warning("steps run without CUDA graphs, slower: PyTorch computes recurrent layers")
+        return StepCompute(forward_pass, token_sampler, penalties, token_logprobs)
+    if loaded.draft is not None:
+        log.warning("steps run without CUDA graphs, slower: a draft model takes hidden states of layers")
         return StepCompute(forward_pass, token_sampler, penalties, token_logprobs)
     if forward_pass.plans is not None:
         log.info("steps with drafts run without CUDA graphs: recurrent layers keep their inputs")

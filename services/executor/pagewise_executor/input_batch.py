@@ -24,7 +24,16 @@ from pagewise_executor.plan_checks import (
     checked_copies,
     with_constraints,
 )
-from pagewise_executor.step_work import Chunk, Draft, Int32s, Int64s, SequenceState, StepWork, checked_drafts
+from pagewise_executor.step_work import (
+    Chunk,
+    Draft,
+    Int32s,
+    Int64s,
+    SequenceState,
+    StepWork,
+    checked_drafts,
+    checked_proposals,
+)
 
 _NO_SEGMENTS: Int64s = np.zeros((0, 2), np.int64)
 
@@ -104,6 +113,8 @@ class InputBatch:
             drafts=drafts,
         )
         self._check_moves(plan)
+        if plan.proposals:
+            work.proposals = checked_proposals(int32s(plan.proposals), work)
         self._changed, self._changed_tables = bool(drafts), []
         return work
 

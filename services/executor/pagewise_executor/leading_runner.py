@@ -15,7 +15,8 @@ from pagewise_shared.protocol import (
 )
 
 from pagewise_executor.device_defaults import SizedConfig
-from pagewise_executor.model_runner import IssuedStep, ModelRunner
+from pagewise_executor.issued_step import IssuedStep
+from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.ranks.agreement import Agreement, common_device
 from pagewise_executor.ranks.leader import Leader
 from pagewise_executor.ranks.messages import Offered

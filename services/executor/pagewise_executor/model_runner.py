@@ -4,8 +4,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import compress, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,11 +26,8 @@ from pagewise_shared.protocol import (
     Inventory,
     LoadAdapter,
     LookUp,
-    PromptLogprobs,
-    RowFailure,
     SetStoredBudgets,
     StepPlan,
-    StepResult,
     TierInfo,
     Welcome,
 )
@@ -46,20 +41,24 @@ from pagewise_executor.forward_pass import choose_compute
 from pagewise_executor.graph_capture import graphs_bytes
 from pagewise_executor.group_choice import choose_pages, groups_of
 from pagewise_executor.grouped_batch import GroupedBatch, batch_for
+from pagewise_executor.issued_step import IssuedStep, record_event
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.kv.segment_mover import SegmentMover
+from pagewise_executor.models.eagle3 import add_head
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.page_labels import LABEL_BYTES, KeptBlocks, PageLabels
+from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.profile import CPU_SIZES, GPU_SIZES, measure_costs, measure_tier, profile_run
+from pagewise_executor.proposer import Proposer
 from pagewise_executor.runner import BesideSteps, Counted, Report
 from pagewise_executor.sampling.constraint_tables import ConstraintTables
 from pagewise_executor.sampling.logprobs import LogprobsTensors, prompt_logprobs
 from pagewise_executor.sampling.sampler import Sampler
 from pagewise_executor.sampling.thinking import ThinkingRows
 from pagewise_executor.step_threads import StepThreads
-from pagewise_executor.step_work import Int32s, SequenceState, StepWork, accept, kept_tokens
+from pagewise_executor.step_work import Int32s, StepWork, accept, kept_tokens
 from pagewise_executor.structured.structured_rows import StructuredRows, load_grammars
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier
@@ -80,61 +79,7 @@ _NO_SEGMENTS = "its windowed layers do not keep all tokens (with --no-layer-grou
 _NO_SEGMENTS_OF_STATES = "its recurrent layers keep states, which depend on all tokens before a segment"
 _NO_SEGMENTS_IN_FOUR_BITS = "its KV in four bits would lose more when it is moved (--kv-dtype)"
 
-_Computed = tuple[torch.Tensor, LogprobsTensors | None, list[tuple[int, LogprobsTensors]]]
-
-
-def record_event(device: torch.device) -> "torch.cuda.Event | None":
-    """Record a CUDA event; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-@dataclass(slots=True)
-class IssuedStep:
-    """A step that may still be running on the device.
-
-    ``tokens``: int64 [n], on the device, of the sequences ``rows`` [n]. On CUDA, ``events`` mark the beginning and the
-    end of the step on the device; on the CPU the step is over, and took ``seconds``. ``failures``: sequences that
-    cannot go on. ``kept`` [n]: whether the sequence keeps the token; None: the step has no drafts, and all are kept.
-    """
-
-    plan: StepPlan
-    tokens: torch.Tensor
-    rows: list[SequenceState]
-    logprobs: LogprobsTensors | None
-    prompt_logprobs: list[tuple[int, LogprobsTensors]]
-    seconds: float
-    events: "tuple[torch.cuda.Event, torch.cuda.Event] | None"
-    failures: list[RowFailure] = field(default_factory=list)
-    kept: list[bool] | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether the device has finished the step."""
-        return self.events is None or bool(self.events[1].query())  # type: ignore[no-untyped-call]
-
-    def result(self) -> StepResult:
-        """Return the step's result; this waits for the device."""
-        seconds = self.seconds
-        if self.events is not None:
-            began, done = self.events
-            done.synchronize()
-            seconds = began.elapsed_time(done) * 1e-3
-        tokens = self.tokens.numpy().astype(np.int32)
-        for row, token in compress(zip(self.rows, tokens.tolist(), strict=True), self.kept or repeat(True)):
-            row.sampled.append(token)
-        return StepResult(
-            epoch=self.plan.epoch,
-            step=self.plan.step,
-            tokens=tokens.tobytes(),
-            logprobs=self.logprobs.report() if self.logprobs is not None else (),
-            prompt_logprobs=tuple(PromptLogprobs(row, wanted.report()) for row, wanted in self.prompt_logprobs),
-            elapsed_us=int(seconds * 1e6),
-            failures=tuple(self.failures),
-        )
+_Computed = tuple[torch.Tensor, LogprobsTensors | None, list[tuple[int, LogprobsTensors]], torch.Tensor | None]
 
 
 class ModelRunner:
@@ -161,6 +106,7 @@ class ModelRunner:
         threads = set_cpu_threads(config.threads)
         self._ranks = ranks
         loaded = load_model(config, ranks)
+        add_head(config, loaded)
         self._device = loaded.device
         gpu = None
         if self._device.type == "cuda":
@@ -193,6 +139,8 @@ class ModelRunner:
         self._forward_pass, self._graphs = chosen.forward_pass, chosen.graphs
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
+        draft = loaded.draft
+        self._proposer = Proposer(draft, self._forward_pass, self._device) if draft is not None else None
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
         block_format = self._add_tiers(config, loaded, kv_dtype, host_folder)
@@ -301,6 +249,8 @@ class ModelRunner:
             groups=groups_of(self._pages),
             num_pages=0 if self._pages is None else num_blocks,
             page_bytes=0 if self._pages is None else pool.bytes_per_block,
+            max_proposed=loaded.draft.most if loaded.draft is not None else 0,
+            max_proposing=loaded.draft.most_rows if loaded.draft is not None else 0,
         )
 
     def _measure_activations(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
@@ -460,17 +410,20 @@ class ModelRunner:
             self._names.forget(batch.overwritten(work))
             if work.moves:
                 self._mover.move(work.moves, batch)
-            tokens, logprobs, prompts = self._compute(work)
+            tokens, logprobs, prompts, proposed = self._compute(work)
             rows = [batch.sequences[row] for row in work.sampled_rows]
             kept = kept_tokens(work.drafts, len(work.decoding), len(rows)) if work.drafts else None
             batch.advance(work)
             if work.drafts:
                 self._forward_pass.settle()
-            tokens = to_host(tokens)
+            tokens, proposed = to_host(tokens), None if proposed is None else to_host(proposed)
             done, seconds = record_event(self._device), time.perf_counter() - began
             events = (start, done) if start is not None and done is not None else None
             failures = self._sampler.take_failures()
-            return IssuedStep(plan, tokens, rows, logprobs, prompts, seconds, events, failures, kept)
+            asked = [count for _, count in work.proposals]
+            return IssuedStep(
+                plan, tokens, rows, logprobs, prompts, seconds, events, failures, kept, proposed, asked
+            )  # fmt: skip
 
     def _apply(self, plan: StepPlan) -> StepWork:
         """Apply the changes of a plan, and return the work of the step. Nothing is copied or computed before this.
@@ -480,6 +433,8 @@ class ModelRunner:
         """
         batch, sampler = self._batch, self._sampler
         work = batch.apply(plan)
+        if work.proposals and self._proposer is None:
+            raise InvalidPlanError("drafts are to be proposed, and there is no draft model")
         if self._adapters is not None:
             self._adapters.check(batch.adapters[work.joined].tolist())
         self._forward_pass.attention.update_block_tables(work)  # needed in steps that compute nothing, too
@@ -500,19 +455,24 @@ class ModelRunner:
         """Is called with every plan that has been checked, before it is executed."""
 
     def _compute(self, work: StepWork) -> _Computed:
-        """Compute and sample a step: tokens, their log-probabilities, and by row the prompts' log-probabilities."""
+        """Compute and sample a step: tokens, their log-probabilities, by row the prompts' log-probabilities, and the
+        drafts behind it."""
         forced = self._thinking.forced(work, self._batch) if self._ranks.first else {}
         if self._graphs is not None and len(work.decoding) and not work.chunks:
-            return *self._decode(self._graphs, work, forced), []
+            return *self._decode(self._graphs, work, forced), [], None
         tokens: torch.Tensor = torch.zeros(0, dtype=torch.int64)
         logprobs: LogprobsTensors | None = None
         prompts: list[tuple[int, LogprobsTensors]] = []
+        proposed: torch.Tensor | None = None
         if work.num_tokens:
             with self._threads.step(work.num_tokens):
                 logits, at, prompts = self._forward(work)
                 if work.sampled_rows:
                     tokens, logprobs = self._sample(work, logits, at, forced)
-        return tokens, logprobs, prompts
+                if work.proposals:
+                    assert self._proposer is not None
+                    proposed = self._proposer.propose(work, self._batch, tokens, self._sampler)
+        return tokens, logprobs, prompts, proposed
 
     def _sampled_at(self, work: StepWork) -> tuple[Array, ...]:
         """Return the inputs of sampling: positions, rows int32 for kernels, and rows int64 for PyTorch."""

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
-from pagewise_shared.config.speculative import MAX_SPECULATIVE_TOKENS
+from pagewise_shared.config.speculative import MAX_PROPOSED_TOKENS, MAX_SPECULATIVE_TOKENS
 from pagewise_shared.protocol import SegmentMove
 from pagewise_shared.sampling import SamplingParams, num_accepted
 
@@ -99,7 +99,8 @@ class StepWork:
     chunks come before the others. ``changed``: other rows decoded in the step before. ``copies``: copies of blocks
     between tiers, in order. ``changed_tables``: the stretches (row, start, stop) of block tables that are new in this
     step. ``moves``: of segments, before the step computes. ``reached``: by row with chunks the number of tokens that
-    are computed, or moved, after the step.
+    are computed, or moved, after the step. ``proposals``: rows whose tokens the drafter takes, each with the number of
+    tokens that it proposes behind them.
     """
 
     decoding: Int64s
@@ -112,6 +113,7 @@ class StepWork:
     moves: tuple[SegmentMove, ...]
     reached: list[tuple[int, int]]
     drafts: list[Draft]
+    proposals: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -155,6 +157,25 @@ def checked_drafts(
     if len({draft.row for draft in drafts}) < len(drafts):
         raise InvalidPlanError("a row has two drafts in one step")
     return list(drafts)
+
+
+def checked_proposals(pairs: Int32s, work: StepWork) -> list[tuple[int, int]]:
+    """Return the proposals that a plan asks for: pairs of a row and a number of tokens, one behind the other.
+
+    Raises:
+        InvalidPlanError: they are no pairs, a row occurs twice or computes nothing, or a number is impossible.
+    """
+    if len(pairs) % 2:
+        raise InvalidPlanError("proposals come in pairs of row and number of tokens")
+    found: list[tuple[int, int]] = [(row, count) for row, count in pairs.reshape(-1, 2).tolist()]
+    computing = {chunk.row: chunk.drafted or chunk.completes for chunk in work.chunks}
+    computing |= dict.fromkeys(work.decoding.tolist(), True)
+    for row, count in found:
+        if row not in computing or not 0 <= count <= MAX_PROPOSED_TOKENS * computing[row]:
+            raise InvalidPlanError(f"{count} tokens are to be proposed for row {row}, which does not get there")
+    if len(dict(found)) < len(found):
+        raise InvalidPlanError("a row has two proposals in one step")
+    return found
 
 
 def accept(drafts: Sequence[Draft], sampled: Sequence[int], num_decodes: int) -> list[int]:

@@ -30,7 +30,7 @@ from pagewise_shared.config.reading import (
     secret_variables,
     to_argv,
 )
-from pagewise_shared.config.speculative import SpeculativeConfig, parse_speculative
+from pagewise_shared.config.speculative import DraftModelConfig, SpeculativeConfig, parse_speculative
 
 __all__ = [
     "DEFAULT_BATCHED_TOKENS",
@@ -38,6 +38,7 @@ __all__ = [
     "DEMO_MODEL",
     "VARIABLE_PREFIX",
     "Device",
+    "DraftModelConfig",
     "ExecutorConfig",
     "GatewayConfig",
     "GatewaysConfig",

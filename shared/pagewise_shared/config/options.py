@@ -425,6 +425,7 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: MaxNumSeqs = None
     max_num_batched_tokens: MaxNumBatchedTokens = None
     max_model_len: MaxModelLen = None
+    speculative_config: SpeculativeOption = None
     tensor_parallel: Annotated[
         int,
         Meta(ge=1, le=MAX_RANKS, extra={"short": "--tensor-parallel-size"}),

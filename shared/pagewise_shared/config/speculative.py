@@ -1,7 +1,7 @@
 """The option of speculative decoding, by vLLM's names; ``docs/speculation.md`` describes it."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -13,6 +13,10 @@ MAX_SPECULATIVE_TOKENS = 64
 """The most tokens of a draft; and of the drafts of a step, together with one for each sequence that runs, unless
 ``max_num_seqs`` is more."""
 
+MAX_PROPOSED_TOKENS = 16
+"""The most tokens that a model drafts at a time."""
+
+_DRAFT_MODELS = Literal["eagle3", "mtp"]
 _Few = Annotated[int, Meta(ge=1, le=32)]
 _LOOKUP = "prompt_lookup_max", "prompt_lookup_min"
 _SHORT = "ngram:"
@@ -24,7 +28,8 @@ SpeculativeOption = Annotated[
         "(default: do not)",
         "CONFIG",
         '`ngram:K` is short for `{"method": "ngram", "num_speculative_tokens": K}`. [speculation.md](speculation.md) '
-        "describes the other fields, and when it pays.",
+        "describes the other methods and fields, and when it pays. Executors draft with `mtp` and `eagle3`, the "
+        "scheduler with `ngram`.",
     ),
     Meta(extra={"short": "--speculative"}),
 ]
@@ -48,11 +53,28 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     disable_by_batch_size: _Few = 2
 
 
-def parse_speculative(text: str) -> SpeculativeConfig:
+class DraftModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model that drafts beside the model that an executor serves.
+
+    Fields:
+        method: "mtp": the layer for multi-token prediction of the checkpoint itself. "eagle3": an EAGLE-3 head.
+        model: the folder or hub id of the head.
+        num_speculative_tokens: most tokens of a draft.
+        disable_by_batch_size: with more sequences running on an executor than this, nothing is drafted; None: measured
+            times alone decide.
+    """
+
+    method: _DRAFT_MODELS
+    model: str | None = None
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_PROPOSED_TOKENS)] = 3
+    disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
+
+
+def parse_speculative(text: str) -> SpeculativeConfig | DraftModelConfig:
     """Parse the value of ``--speculative-config``.
 
     Raises:
-        ConfigError: the value is neither ``ngram:K`` nor a JSON object of a ``SpeculativeConfig``.
+        ConfigError: the value is neither ``ngram:K`` nor a JSON object of one of the two types.
     """
     name = "--speculative-config"
     try:
@@ -61,11 +83,20 @@ def parse_speculative(text: str) -> SpeculativeConfig:
         for given, other in (_LOOKUP, _LOOKUP[::-1]):
             if isinstance(wanted, dict) and given in wanted:
                 wanted.setdefault(other, wanted[given])
+        if isinstance(wanted, dict) and wanted.get("method") in get_args(_DRAFT_MODELS):
+            return _with_model(msgspec.convert(wanted, DraftModelConfig), name)
         config = msgspec.convert(wanted, SpeculativeConfig, strict=not short)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{name}: {error} (got {text!r}; ngram:4 is an example)") from error
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise ConfigError(f"{name}: prompt_lookup_min is greater than prompt_lookup_max, {config.prompt_lookup_max}")
+    return config
+
+
+def _with_model(config: DraftModelConfig, name: str) -> DraftModelConfig:
+    if (config.method == "eagle3") != (config.model is not None):
+        needs = "needs the model that drafts" if config.model is None else "has its model in the checkpoint: name none"
+        raise ConfigError(f"{name}: the method {config.method} {needs}")
     return config
 
 
@@ -75,5 +106,8 @@ def check_speculative(values: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it is unusable.
     """
-    if values.get("speculative_config") is not None:
-        parse_speculative(values["speculative_config"])
+    if values.get("speculative_config") is None:
+        return
+    found = parse_speculative(values["speculative_config"])
+    if isinstance(found, DraftModelConfig) and values.get("tensor_parallel", 1) > 1:
+        raise ConfigError(f"--speculative-config: the method {found.method} cannot be used with --tensor-parallel")

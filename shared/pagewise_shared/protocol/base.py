@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 PROTOCOL_MAJOR = 6
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 
 class Message(Struct, frozen=True, array_like=True, tag=lambda name: name.lower(), omit_defaults=True):

@@ -14,7 +14,14 @@ from msgspec import Meta
 from pagewise_shared.protocol.base import Message, Piece
 from pagewise_shared.protocol.limits import MAX_ADAPTERS, MAX_GROUPS, MAX_TIERS
 from pagewise_shared.protocol.memory import SetStoredBudgets
-from pagewise_shared.protocol.steps import CancelCopies, Copied, GroupedStepPlan, StepPlan, StepResult
+from pagewise_shared.protocol.steps import (
+    CancelCopies,
+    Copied,
+    GroupedStepPlan,
+    ProposingStepPlan,
+    StepPlan,
+    StepResult,
+)
 from pagewise_shared.protocol.storage import DropStored, Found, LookUp, StoredDropped, StoredGone
 from pagewise_shared.sampling import MAX_GRAMMAR_BYTES
 
@@ -149,6 +156,8 @@ class Hello(Message, frozen=True):
         groups: the groups of layers, if there are several. They share ``num_pages`` pages of ``page_bytes`` bytes. A
             group has as many blocks as there are pages for; ``num_blocks`` and ``bytes_per_block`` are the first
             group's.
+        max_proposed: most tokens of a draft that its own drafter proposes; 0: it has no drafter. max_proposing: with
+            more running sequences the drafter is not to be used; 0: measured times alone decide.
     """
 
     protocol_major: int
@@ -181,6 +190,8 @@ class Hello(Message, frozen=True):
     groups: Annotated[tuple[LayerGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
     num_pages: int = 0
     page_bytes: int = 0
+    max_proposed: int = 0
+    max_proposing: int = 0
 
 
 class NamedBlocks(Piece, frozen=True):
@@ -351,6 +362,7 @@ FromScheduler = (
     | Rejoin
     | StepPlan
     | GroupedStepPlan
+    | ProposingStepPlan
     | CancelCopies
     | LookUp
     | DropStored

@@ -155,6 +155,11 @@ class StepPlan(Message, frozen=True):
         """See ``GroupedStepPlan``."""
         return b""
 
+    @property
+    def proposals(self) -> bytes:
+        """See ``ProposingStepPlan``."""
+        return b""
+
 
 class GroupedStepPlan(StepPlan, frozen=True):
     """The plan of a step of an executor with several groups of layers.
@@ -177,6 +182,18 @@ class GroupedStepPlan(StepPlan, frozen=True):
     windows: bytes = b""
     unmapped: bytes = b""
     states: bytes = b""
+
+
+class ProposingStepPlan(GroupedStepPlan, frozen=True):
+    """The plan of a step behind which the executor's own drafter proposes drafts.
+
+    Fields:
+        proposals: (row, n) as int32 bytes, at most once for a row that computes in this step: the drafter takes the
+            tokens that the step computes for the row and that the row keeps, and proposes up to n tokens behind the
+            last one. With n = 0 it only takes them. n is 0 for a row whose known tokens the step does not complete.
+    """
+
+    proposals: bytes = b""
 
 
 class CancelCopies(Message, frozen=True):
@@ -257,6 +274,8 @@ class StepResult(Message, frozen=True):
         elapsed_us: time of the step on the executor, microseconds.
         error: why the step failed; None: it succeeded.
         failures: sequences that fail alone, in ascending order.
+        proposed: the drafts that the plan's ``proposals`` ask for (int32 bytes), n tokens for each row; -1 behind a
+            draft that is shorter.
     """
 
     epoch: int
@@ -267,6 +286,7 @@ class StepResult(Message, frozen=True):
     elapsed_us: int = 0
     error: StepError | None = None
     failures: Annotated[tuple[RowFailure, ...], Meta(max_length=MAX_ROWS)] = ()
+    proposed: bytes = b""
 
 
 class Copied(Message, frozen=True):

@@ -12,9 +12,10 @@ from unittest.mock import patch
 import torch
 from pagewise_executor import model_runner
 from pagewise_executor.collectives import Ranks
+from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.leading_runner import LeadingRunner
 from pagewise_executor.main import lead
-from pagewise_executor.model_runner import IssuedStep, ModelRunner
+from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.ranks.agreement import Agreement
 from pagewise_executor.runner import Report, Runner

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from pagewise_executor.input_batch import InputBatch
+from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.kv.issuing import Issuing
-from pagewise_executor.model_runner import IssuedStep
 from pagewise_executor.step_work import Int32s
 from pagewise_executor.tiers.block_copier import BlockCopier
 from pagewise_executor.tiers.device import BlockHashes, DeviceTier

@@ -41,6 +41,8 @@ def create_scheduler(
     hashed: Mapping[int, str] | None = None,
     salted: bool = True,
     speculative: SpeculativeConfig | None = None,
+    max_proposed: int = 0,
+    max_proposing: int = 0,
     max_adapters: int = 0,
     max_adapter_rank: int = 8,
     short_rope_len: int = ONE_ROPE,
@@ -56,7 +58,12 @@ def create_scheduler(
         costs=costs,
         eviction=eviction,
         salted=salted,
-        features=FeatureOptions(AdapterCapacity(max_adapters, max_adapter_rank), speculative=speculative),
+        features=FeatureOptions(
+            AdapterCapacity(max_adapters, max_adapter_rank),
+            speculative=speculative,
+            max_proposed=max_proposed,
+            max_proposing=max_proposing,
+        ),
         short_rope_len=short_rope_len,
         shape=shape,
     )

@@ -60,6 +60,7 @@ class MemoryRules(RuleBasedStateMachine):
     """One scheduler and one executor, with everything in between left to chance."""
 
     speculative: SpeculativeConfig | None = None
+    max_proposed = 0
     short_rope_len = ONE_ROPE
     has_segments = True
 
@@ -103,6 +104,7 @@ class MemoryRules(RuleBasedStateMachine):
             recovery=recovery,  # type: ignore[arg-type]
             eviction=eviction,  # type: ignore[arg-type]
             speculative=self.speculative,
+            max_proposed=self.max_proposed,
             short_rope_len=self.short_rope_len,
             shape=shape,
         )
@@ -290,7 +292,8 @@ class MemoryRules(RuleBasedStateMachine):
         held = scheduler.features.segments.num_held
         retiring = sum(len(blocks) for _, blocks in scheduler.kv._retiring)
         assert references == retiring + tables + num_loading(scheduler) + held
-        most_drafted = self.speculative.num_speculative_tokens if self.speculative else 0
+        # A draft of a draft model has slots behind it in which the next one is made.
+        most_drafted = self.speculative.num_speculative_tokens if self.speculative else 2 * self.max_proposed
         for sequence in sequences:
             # Known tokens, tokens that steps are drawing, and drafted tokens that were not drawn.
             coming = sequence.num_tokens + scheduler.num_in_flight + most_drafted
@@ -343,6 +346,17 @@ def test_the_memory_rules_hold_with_drafts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_memory_rules_hold_with_drafts_over_200_000_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking_executor, "repeats_itself", True)
     check_rules(SpeculationRules, 2200)
+
+
+class ModelDraftRules(MemoryRules):
+    """The same with a draft model of the executor, which is often right. With it there are no segments."""
+
+    max_proposed, has_segments = 3, False
+
+
+@pytest.mark.timeout(300)
+def test_the_memory_rules_hold_with_a_draft_model() -> None:
+    check_rules(ModelDraftRules, 30)
 
 
 class LongRopeRules(MemoryRules):
@@ -423,10 +437,18 @@ class WindowSpeculationRules(WindowRules):
     speculative = SpeculationRules.speculative
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_the_memory_rules_hold_with_windows(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking_executor, "repeats_itself", drafts)
-    check_rules(WindowSpeculationRules if drafts else WindowRules, 60)
+class WindowModelDraftRules(WindowRules):
+    max_proposed = ModelDraftRules.max_proposed
+
+
+@pytest.mark.parametrize(
+    ("rules", "examples"), [(WindowRules, 60), (WindowSpeculationRules, 60), (WindowModelDraftRules, 20)]
+)
+def test_the_memory_rules_hold_with_windows(
+    rules: type[WindowRules], examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking_executor, "repeats_itself", rules is WindowSpeculationRules)
+    check_rules(rules, examples)
 
 
 def owner_of(cache_salt: str | None) -> str:

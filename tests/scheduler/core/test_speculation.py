@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pagewise_scheduler.core.features import drafts
-from pagewise_scheduler.core.features.drafts import look_up
+from pagewise_scheduler.core.drafting import prompt_lookup
+from pagewise_scheduler.core.drafting.prompt_lookup import look_up
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_scheduler.core.scheduling.plan_builder import PlanBuilder
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
@@ -202,7 +202,7 @@ def test_what_was_not_found_is_not_looked_up_again(monkeypatch: pytest.MonkeyPat
         looked.append(len(tokens) // 4)
         return look_up(tokens, *rest)
 
-    monkeypatch.setattr(drafts, "look_up", counted)
+    monkeypatch.setattr(prompt_lookup, "look_up", counted)
     scheduler = create_scheduler(speculative=NGRAM, max_num_seqs=1)
     scheduler.add(create_request(prompt=9, max_tokens=20))
     executor = executor_for(scheduler)
@@ -238,9 +238,9 @@ def test_a_row_that_leaves_takes_its_draft_along() -> None:
     assert [row for row, _ in plan.build(1, 1, []).drafts] == [1]
 
 
-def drafted(request: Request) -> int:
-    """How many tokens are drafted for a request that runs alone."""
-    scheduler = create_scheduler(num_blocks=200, speculative=NGRAM)
+def drafted(request: Request, max_proposed: int = 0) -> int:
+    """How many tokens are drafted for a request that runs alone, by a draft model if there are any proposed."""
+    scheduler = create_scheduler(num_blocks=200, speculative=NGRAM, max_proposed=max_proposed)
     scheduler.add(request)
     run(scheduler, executor_for(scheduler))
     assert_all_free(scheduler)
@@ -248,6 +248,7 @@ def drafted(request: Request) -> int:
 
 
 @pytest.mark.usefixtures("repeats")
+@pytest.mark.parametrize("max_proposed", [0, 3])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -260,19 +261,22 @@ def drafted(request: Request) -> int:
         {"min_tokens": 40},
     ],
 )
-def test_nothing_is_drafted_where_the_draw_depends_on_more_than_the_model(sampling: dict[str, object]) -> None:
+def test_nothing_is_drafted_where_the_draw_depends_on_more_than_the_model(
+    sampling: dict[str, object], max_proposed: int
+) -> None:
     request = create_request(prompt=6, max_tokens=40)
     change(request, sampling=msgspec.structs.replace(request.params.sampling, **sampling))
-    assert drafted(request) == 0
+    assert drafted(request, max_proposed) == 0
     assert request.sequences[0].output_token_ids.tolist() == expected_tokens(request)
 
 
 @pytest.mark.usefixtures("repeats")
-def test_nothing_is_drafted_for_beam_searches() -> None:
+@pytest.mark.parametrize("max_proposed", [0, 3])
+def test_nothing_is_drafted_for_beam_searches(max_proposed: int) -> None:
     beams, plain = (create_request(prompt=6, max_tokens=20) for _ in range(2))
     change(beams, beam=BeamParams(2))
-    assert drafted(beams) == 0
-    assert drafted(plain) > 0
+    assert drafted(beams, max_proposed) == 0
+    assert drafted(plain, max_proposed) > 0
 
 
 def test_what_segments_hold_is_found_too() -> None:

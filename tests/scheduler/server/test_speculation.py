@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from pagewise_executor.runner import FinishedStep
 from pagewise_executor.simulated import SimulatedRunner
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import StepPlan, StepResult
+from pagewise_shared.protocol import StepPlan, StepResult, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
 
 from tests.scheduler.server.stack import executor, int32s, joined, running, until
@@ -19,6 +20,26 @@ class RepeatingRunner(SimulatedRunner):
 
     def _token(self, row: int, position: int) -> int:
         return WORDS[position % len(WORDS)]
+
+
+class ProposingRunner(RepeatingRunner):
+    """Has a draft model, whose drafts of three tokens are right but for every seventh token."""
+
+    def __init__(self, config: ExecutorConfig, step_seconds: float = 0.0) -> None:
+        super().__init__(config, step_seconds)
+        self.info = msgspec.structs.replace(self.info, max_proposed=3)
+
+    def execute(self, plan: StepPlan) -> FinishedStep:
+        result = super().execute(plan).result()
+        asked = unpack_int32s(plan.proposals).tolist()
+        proposed = list[int]()
+        for row, count in zip(asked[::2], asked[1::2], strict=True):
+            held = self._batch.sequences[row]
+            first = len(held.tokens) + len(held.sampled)
+            proposed += [
+                99 if position % 7 == 0 else self._token(row, position) for position in range(first, first + count)
+            ]
+        return FinishedStep(msgspec.structs.replace(result, proposed=pack_int32s(proposed)))
 
 
 class BreakingRunner(RepeatingRunner):
@@ -52,6 +73,32 @@ async def test_drafts_are_verified_and_counted(tmp_path: Path) -> None:
             await stack.all_free()
 
 
+async def test_drafts_that_an_executor_proposes_are_verified_and_counted(tmp_path: Path) -> None:
+    async with running(tmp_path) as stack:
+        runner = ProposingRunner(ExecutorConfig(num_blocks=64, block_size=4))
+        async with executor(tmp_path, runner=runner):
+            await stack.ready(1)
+            request = await stack.gateway.submit(WORDS * 2, [5, *WORDS, 6, 7], max_tokens=40)
+            assert await request.result() == [WORDS * 8, (WORDS * 9)[3:43]]
+            drafts, accepted = (stack.metric(f"spec_decode_num_{name}_total") for name in ("drafts", "accepted_tokens"))
+            assert drafts > 6
+            assert accepted > 20
+            await stack.all_free()
+
+
+@pytest.mark.parametrize("proposed", [b"123", int32s(5000), int32s(-2), int32s(1, 2)])
+async def test_an_executor_that_proposes_no_tokens_has_to_join_again(tmp_path: Path, proposed: bytes) -> None:
+    async with running(tmp_path) as stack:
+        raw, welcome = await joined(tmp_path, max_proposed=1)
+        await stack.gateway.submit(WORDS * 2, max_tokens=40)
+        plan = await raw.receive()
+        assert isinstance(plan, StepPlan)
+        assert plan.proposals
+        await raw.send(StepResult(welcome.epoch, plan.step, int32s(10), proposed=proposed))
+        await until(lambda: not stack.executors)
+        raw.close()
+
+
 async def test_requests_that_drafts_break_go_on_without(tmp_path: Path) -> None:
     runner = BreakingRunner(ExecutorConfig(num_blocks=64, block_size=16))
     async with running(tmp_path, speculative_config="ngram:4") as stack, executor(tmp_path, runner=runner):
@@ -79,12 +126,15 @@ async def test_after_an_executor_has_died_in_a_draft_there_are_no_more_of_them(t
         raw.close()
 
 
-@pytest.mark.parametrize("dies", [False, True])
-async def test_requests_with_drafts_go_on_at_another_executor(tmp_path: Path, dies: bool) -> None:
-    async with running(tmp_path, speculative_config="ngram:4", executor_timeout=1.0) as stack:
+@pytest.mark.parametrize(("dies", "kind"), [(False, RepeatingRunner), (True, RepeatingRunner), (True, ProposingRunner)])
+async def test_requests_with_drafts_go_on_at_another_executor(
+    tmp_path: Path, dies: bool, kind: type[RepeatingRunner]
+) -> None:
+    options = {"speculative_config": "ngram:4"} if kind is RepeatingRunner else {}
+    async with running(tmp_path, **options, executor_timeout=1.0) as stack:
 
         def runner() -> RepeatingRunner:
-            return RepeatingRunner(ExecutorConfig(num_blocks=64, block_size=4), step_seconds=0.02)
+            return kind(ExecutorConfig(num_blocks=64, block_size=4), step_seconds=0.02)
 
         async with executor(tmp_path, "first", runner=runner()) as first:
             await stack.ready(1)

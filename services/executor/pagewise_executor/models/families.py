@@ -63,7 +63,7 @@ def read_llama_config(path: Path) -> LlamaConfig:
             raise NotReadableError(f"config.json sets {key}")
     relevant = {key: value for key, value in settings.items() if key not in _IRRELEVANT}
     relevant["own_dtype"] = settings.get("dtype") or settings.get("torch_dtype")
-    _join_rope(relevant)
+    join_rope(relevant)
     try:
         found: LlamaConfig = msgspec.convert(relevant, Families)
     except msgspec.ValidationError as error:
@@ -71,8 +71,12 @@ def read_llama_config(path: Path) -> LlamaConfig:
     return found
 
 
-def _join_rope(settings: dict[str, Any]) -> None:
-    """Bring the two keys for RoPE in files of transformers 4 into the form of transformers 5."""
+def join_rope(settings: dict[str, Any]) -> None:
+    """Bring the two keys for RoPE in files of transformers 4 into the form of transformers 5.
+
+    Raises:
+        NotReadableError: they are of another form.
+    """
     theta, scaling = settings.pop("rope_theta", None), settings.pop("rope_scaling", None)
     found = scaling or settings.get("rope_parameters") or {}
     if not isinstance(found, dict):

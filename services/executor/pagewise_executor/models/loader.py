@@ -26,6 +26,7 @@ from pagewise_executor.devices import computes_bfloat16, why_no_gpu, why_unfit
 from pagewise_executor.kv.kv_pool import KVShape
 from pagewise_executor.kv.segment_mover import KeyRotation
 from pagewise_executor.models.compilation import begin_compilation
+from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.families import family_checkpoint, llama_checkpoint
 from pagewise_executor.models.few_rows import choose_few_rows
 from pagewise_executor.models.kernel_choice import candidates, choose_kernels
@@ -34,6 +35,7 @@ from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.long_rope import FixedRope
+from pagewise_executor.models.mtp import MtpLayer, add_mtp_layer, has_mtp
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NO_SEGMENTS = "the KV of its draft model cannot be moved: it depends on the token behind each token"
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_autoset"}
 
 
@@ -65,7 +68,8 @@ class LoadedModel:
     ``rotations``: of the keys of each layer of the pool; empty if ``no_segments`` has the reason for which KV cannot be
     moved to other positions. ``recurrent``: the layers that keep states, in order. ``ranks``: hold a part of the model
     each; the model, ``layers`` and ``recurrent`` are this rank's, the other properties the whole model's. ``shards``:
-    the division among ranks; None: there is one rank. ``rope``: the result of ``fix_rope``.
+    the division among ranks; None: there is one rank. ``rope``: the result of ``fix_rope``. ``draft``: drafts for the
+    model; its attention module is the last of ``attention``.
     """
 
     model: torch.nn.Module
@@ -86,6 +90,7 @@ class LoadedModel:
     rope: FixedRope = FixedRope()  # noqa: RUF009 - it is frozen
     sources: list[int] = field(default_factory=list)
     recurrent: list[RecurrentLayer] = field(default_factory=list)
+    draft: DraftModel | None = None
 
     @property
     def kv_layers(self) -> list[int]:
@@ -120,6 +125,8 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
     text = model_config.get_text_config(decoder=True)
+    if has_mtp(config):
+        add_mtp_layer(config, text, readable=checkpoint is None and quantised is None)
     check_supported(config.model, model_config, text)
     check_latents(config, text)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
@@ -160,13 +167,18 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     if device.type == "cuda":
         choose_few_rows(model)
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
+    draft: DraftModel | None = None
+    if has_mtp(config):
+        draft = MtpLayer(config, model, text, headers, dtype, device, attention[-1])
+        rotations, no_segments = [], NO_SEGMENTS
     return LoadedModel(
         model=model,
-        fingerprint=fingerprint(path, files) + _variant(config, model, rope.length),
+        fingerprint=fingerprint(path, files) + _variant(config, model, rope.length) + "-mtp" * (draft is not None),
         weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
         attention=attention, layers=layers, kernels=kernels, fallback=fallback,
         rotations=[rotation for layer, rotation in enumerate(rotations) if sources[layer] == layer],
         no_segments=no_segments, ranks=ranks, shards=shards, rope=rope, sources=sources, recurrent=recurrent,
+        draft=draft,
     )  # fmt: skip
 
 

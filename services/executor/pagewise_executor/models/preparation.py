@@ -54,7 +54,7 @@ def prepare(
         ModelError: the model cannot be deterministic. OSError, RuntimeError: of ``read``.
         ValueError: a linear layer cannot be quantised, or the kernels cannot compute experts in MXFP4.
     """
-    operations = _OPERATIONS[kernels]()
+    operations = operations_of(kernels)
     reduce = ranks.reduce_in_order if config.deterministic else ranks.reduce
     if ranks.size == 1:
         reduce = sum_of_one
@@ -67,7 +67,7 @@ def prepare(
         if quantisation_of(part, config.quantization) == "fp8":
             quantise_linears(model, FP8, part)
         fused += fuse_layers(model, operations, part, reduce)
-        packed += _replace_linears(config, model, kernels, device, part, alone=ranks.size == 1)
+        packed += replace_linears(config, model, kernels, device, part, alone=ranks.size == 1)
         progress.update()
     if fused:
         fuse_decoder(model, operations, max_model_len)
@@ -77,9 +77,21 @@ def prepare(
     return report(model, asked=config.quantization != "none")
 
 
-def _replace_linears(
+def operations_of(kernels: Kernels) -> Operations:
+    """Return the small operations of fused layers by these kernels."""
+    return _OPERATIONS[kernels]()
+
+
+def replace_linears(
     config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str, *, alone: bool
 ) -> int:
+    """Replace the linear layers and mixtures of a part of a model by faster ones; return how many were packed.
+
+    ``alone``: there is one rank.
+
+    Raises:
+        ValueError: a linear layer cannot be quantised, or the kernels cannot compute experts in MXFP4.
+    """
     make_fast(model, kernels, device, part)
     make_mxfp4_fast(model, kernels, part)
     if kernels == "triton":

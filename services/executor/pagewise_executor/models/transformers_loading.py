@@ -21,6 +21,7 @@ from pagewise_executor.models.config_checks import check_file
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import absorb_latents, register_mistral4
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
+from pagewise_executor.models.mtp import has_mtp, is_around_mtp
 from pagewise_executor.models.mxfp4 import joined
 from pagewise_executor.models.recurrent import RecurrentLayer
 from pagewise_executor.models.recurrent_shards import narrow_convolutions, narrowed
@@ -128,6 +129,9 @@ def load_with_transformers(
             model, shards, differences, recurrent = _load_part(
                 config, whole, part, headers, dtype, ranks, text_name if is_text_part(path, part) else str
             )
+    if has_mtp(config):  # the layer that drafts reads them
+        unused = [name for name in differences.unexpected if not is_around_mtp(name)]
+        differences = differences._replace(unexpected=unused)
     check_differences(config.model, headers, differences)
     model.eval().requires_grad_(False).to(device)
     rope = fix_rope(model, max_model_len)

@@ -296,6 +296,21 @@ class Sampler:
         counts, compute = sampled.counts, self._compute_logprobs
         return tokens, gather_logprobs(own, reporting.of(tokens), reporting.indices, counts, compute, ranked)
 
+    def draft(
+        self, logits: torch.Tensor, rows: list[int], positions: torch.Tensor, on_device: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Sample tokens int64 [n] that may be sampled at ``positions`` later on, with the rows' bias and masks.
+
+        Parameters are those of ``sample``. No state changes.
+        """
+        if self._plain.issuperset(rows):
+            return logits.argmax(dim=-1)
+        processed = logits.float()
+        if not self._simple.issuperset(rows):
+            processed = processed.clone(memory_format=torch.contiguous_format)
+            sampled_rows(rows, self._states, logits.shape[1], self._upload).constrain(processed, self._upload)
+        return self._token_sampler.sample(processed, rows, positions, on_device)
+
     def take_failures(self) -> list[RowFailure]:
         """Return the rows that cannot go on since the last call, by the indices of their tokens."""
         return self._structured.take_failures() if self._grammars else []

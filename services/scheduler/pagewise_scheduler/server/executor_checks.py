@@ -12,6 +12,7 @@ from operator import attrgetter, mul
 
 import msgspec
 from pagewise_shared.block_hash import HASH_BYTES, BlockHash
+from pagewise_shared.config.speculative import MAX_PROPOSED_TOKENS
 from pagewise_shared.protocol import (
     DEVICE,
     HASH_TIERS,
@@ -65,6 +66,8 @@ _BOUNDS = {
     "adapters.max_rank": (0, 1 << 16),
     "max_grammars": (0, _MAX_INT32),
     "short_rope_len": (0, _MAX_INT32),
+    "max_proposed": (0, MAX_PROPOSED_TOKENS),
+    "max_proposing": (0, _MAX_INT32),
 }
 """The bounds of the numbers in a Hello."""
 
@@ -245,11 +248,21 @@ def checked_tokens(result: StepResult, hello: Hello) -> list[int]:
     tokens = array("I", result.tokens).tolist()  # unsigned: a negative token becomes too large
     if tokens and max(tokens) >= hello.vocab_size:
         raise ImpossibleError(f"a token outside its vocabulary of {hello.vocab_size}")
+    if result.proposed and not _are_drafts(result.proposed, hello.vocab_size):
+        raise ImpossibleError("proposed tokens that are none")
     if not 0 <= result.elapsed_us <= _MAX_INT32:
         raise ImpossibleError(f"a step of {result.elapsed_us} µs")
     if result.failures or result.logprobs or result.prompt_logprobs:
         _check_rows(result, len(tokens), hello)
     return tokens
+
+
+def _are_drafts(proposed: bytes, vocab_size: int) -> bool:
+    """Whether they are tokens, or -1 where there is none."""
+    if len(proposed) % 4:
+        return False
+    tokens = unpack_int32s(proposed)
+    return min(tokens) >= -1 and max(tokens) < vocab_size
 
 
 def _check_rows(result: StepResult, num_tokens: int, hello: Hello) -> None:

@@ -33,12 +33,16 @@ class FeatureOptions:
     Fields:
         adapters: the adapters that it can serve.
         max_grammars: how many grammars it keeps compiled; 0: it compiles a grammar when a sequence joins.
-        speculative: how tokens are drafted; None: they are not.
+        speculative: how tokens are looked up for drafts; None: they are not.
+        max_proposed: most tokens of a draft of its own draft model; 0: it has none. max_proposing: with more running
+            sequences that model is not used; 0: measured times alone decide.
     """
 
     adapters: AdapterCapacity = NO_ADAPTERS
     max_grammars: int = 0
     speculative: SpeculativeConfig | None = None
+    max_proposed: int = 0
+    max_proposing: int = 0
 
 
 class Features:
@@ -76,7 +80,7 @@ class Features:
             "beams": params.beam,
             "write_back": self._scheduler.kv.hashed,
             "prefetches": "prefetches" in made and request in self.prefetches.active,
-            "drafts": self.options.speculative,
+            "drafts": self.options.max_proposed or self.options.speculative,
             "fair_shares": len(self._keys) > 1,
             "advice": (params.reuse.session or "advice" in made) and self._scheduler.kv.pool.policy.learns,
         }

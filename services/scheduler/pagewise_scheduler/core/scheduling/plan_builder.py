@@ -10,6 +10,7 @@ from pagewise_shared.protocol import (
     BlockCopies,
     GroupedStepPlan,
     NewSequence,
+    ProposingStepPlan,
     SegmentMove,
     StepPlan,
     pack_int32s,
@@ -113,7 +114,7 @@ class PlanBuilder:
     ``copies``: between blocks of this executor. ``chunks``: rows, and how many of their known tokens the step computes.
     ``computed``: rows, and how many of their first tokens have their KV now, because it was loaded. ``moves``: of parts
     of segments, made before anything is computed. ``drafts``: of sequences that decode. ``joined_bytes``: the bytes
-    that the sequences that join take in the plan, with their constraints.
+    that the sequences that join take in the plan, with their constraints. ``proposals``: by the executor's draft model.
     """
 
     def __init__(self) -> None:
@@ -131,6 +132,7 @@ class PlanBuilder:
         self.chunks: list[tuple[int, int]] = []
         self.moves: list[SegmentMove] = []
         self.drafts: Drafts = {}
+        self.proposals: list[tuple[RequestSequence, int]] = []
         self._constraints: dict[TokenConstraints, int] = {}
         self.joined_bytes = 0
         self._windows: list[tuple[int, int, int]] = []
@@ -242,6 +244,9 @@ class PlanBuilder:
         if unmapped or self._windows or self._states:
             windows, states = (pack_int32s([*chain.from_iterable(some)]) for some in (self._windows, self._states))
             plan = GroupedStepPlan(**msgspec.structs.asdict(plan), windows=windows, unmapped=unmapped, states=states)
+        if self.proposals:
+            pairs = pack_int32s([*chain.from_iterable((one.row, count) for one, count in self.proposals)])
+            plan = ProposingStepPlan(**msgspec.structs.asdict(plan), proposals=pairs)
         self.clear()
         return plan
 

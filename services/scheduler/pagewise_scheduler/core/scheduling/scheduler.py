@@ -372,8 +372,8 @@ class Scheduler:
             feature.planned(step)
         # A sequence that has nothing to run in the next step samples its last token in this one.
         ending = self.decoding.length_due(step + 1)
-        drafts = self.plan.drafts
-        self.steps_in_flight.append(StepInFlight(step, decoding, chunks, completed, ending, drafts))
+        drafts, proposals = self.plan.drafts, self.plan.proposals
+        self.steps_in_flight.append(StepInFlight(step, decoding, chunks, completed, ending, drafts, proposals))
         copies = [load.copies(key) for key, load in loads.items()]
         plan = self.plan.build(self.epoch, step, copies, self.kv.take_unmapped())
         if plan.copies:

@@ -23,6 +23,9 @@ Chunks = list[tuple[RequestSequence, int]]
 Drafts = dict[RequestSequence, "array[int]"]
 """Sequences that decode, and the tokens that are drafted behind their known tokens."""
 
+Proposals = Sequence[tuple[RequestSequence, int]]
+"""Sequences, and the number of tokens that a draft model proposes for each."""
+
 Finish = Callable[[RequestSequence, FinishReason, str | int | None], None]
 
 
@@ -38,7 +41,8 @@ class StepInFlight:
     ``StepResult.tokens``, ``completed`` last; a sequence with a draft occurs once per token that is drawn for it, until
     it is known how many it keeps. ``chunk_rows``: the sequences of the chunks by row. ``computed``: the sequences of
     the chunks with the token up to which each is computed. ``attention``: pairs of tokens that attend in the chunks.
-    ``context``: the sum of the tokens before the ends of the chunks.
+    ``context``: the sum of the tokens before the ends of the chunks. ``proposals``: the sequences whose tokens the
+    executor's draft model takes, and how many tokens it proposes behind them, which ``proposed`` then has.
     """
 
     def __init__(
@@ -49,7 +53,9 @@ class StepInFlight:
         completed: list[RequestSequence],
         ending: list[RequestSequence],
         drafts: Drafts,
+        proposals: Proposals = (),
     ) -> None:
+        self.proposals, self.proposed = proposals, array("i")
         self.step, self.completed, self.ending, self.drafts = step, completed, ending, drafts
         self.num_seqs = len(decoding) + len(chunks)
         self.num_tokens, self.attention, self.context = len(decoding) + self.num_draft_tokens, 0.0, 0
@@ -175,6 +181,9 @@ def check_result(
         tokens = unpack_int32s(result.tokens)
     if len(tokens) != len(step.sampled):
         raise StepMismatchError(f"step {step.step} returned {len(tokens)} tokens for {len(step.sampled)} sequences")
+    if len(result.proposed) != 4 * (wanted := sum(count for _, count in step.proposals)):
+        raise StepMismatchError(f"step {step.step} returned {len(result.proposed)} bytes for {wanted} proposed tokens")
+    step.proposed = unpack_int32s(result.proposed)
     given = {entry.index: len(entry.top_ids) // 4 for entry in result.logprobs}
     for index, sequence in enumerate(step.completed, len(step.sampled) - len(step.completed)):
         for feature in sequence.request.features:

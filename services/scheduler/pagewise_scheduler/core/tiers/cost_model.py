@@ -239,11 +239,11 @@ class CostModel:
     to peers by endpoint, made when ``link`` is asked. ``both_bias``: how much longer recovering from both ends takes
     than the two by themselves would. ``small_step``: the seconds of a step that computes no more than a block, lately.
     ``decoding``: the sequences that have decoded in a step, and ``token``: the seconds between two of their tokens,
-    both lately.
+    both lately. ``first``: the costs with which it begins.
     """
 
     def __init__(self, costs: Costs, block_size: int, chunk: int, tiers: Iterable[int] = ()) -> None:
-        self.block_size = block_size
+        self.block_size, self.first = block_size, costs
         self._chunk = chunk
         constants = (costs.step, costs.token, costs.attention, costs.context)
         self.prefill = OnlineLine(constants, (1.0, 256.0, 256.0 * 512.0, 1024.0))

@@ -1,0 +1,293 @@
+"""EAGLE-3 heads: a layer that drafts from the hidden states of three layers of the model (Li et al., 2025).
+
+A head is a folder with config.json and safetensors. ``fc`` joins the three hidden states of a token to one. The layer
+computes attention from it beside the embedding of the next token, each normalised, and its output is the hidden state
+of the next entry. Heads of vLLM, SGLang and speculators have the same weights, by two names of the layer.
+"""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from pagewise_shared.config import DraftModelConfig, ExecutorConfig
+from pagewise_shared.errors import ModelError
+from pagewise_shared.model_files import resolve_model
+from torch import nn
+
+from pagewise_executor.models.draft_model import DraftModel
+from pagewise_executor.models.families import join_rope
+from pagewise_executor.models.fused import FusedDecoderLayer, NormWeight, sum_of_one
+from pagewise_executor.models.llama import LlamaDecoderLayer, RMSNorm, RotaryEmbedding
+from pagewise_executor.models.llama_config import Count, LlamaConfig, NotReadableError
+from pagewise_executor.models.loader import NO_SEGMENTS, LoadedModel, fingerprint
+from pagewise_executor.models.mtp import draft_model_config
+from pagewise_executor.models.operations import Operations
+from pagewise_executor.models.preparation import operations_of, replace_linears
+from pagewise_executor.models.weight_files import checked_headers, open_weights, weight_files
+
+log = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.")
+_PREFIX = re.compile(r"^model\.")
+_UNUSED = {"t2d"}
+"""Which tokens of the model the head knows follows from ``d2t``."""
+
+
+class _Layers(msgspec.Struct):
+    """The part of config.json that names the layers whose inputs ``fc`` joins."""
+
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+
+
+class EagleConfig(LlamaConfig, kw_only=True, tag="eagle3", forbid_unknown_fields=False):
+    """The keys of config.json of a head. Others are ignored: a wrong draft costs time, and changes no output.
+
+    ``head_norm``: not in the file; the weights tell.
+    """
+
+    attention_bias: bool = False  # type: ignore[misc] # it hides the field of the class
+    mlp_bias: bool = False  # type: ignore[misc]
+    head_norm: bool = False  # type: ignore[misc]
+    max_position_embeddings: Count = 2**30
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    num_hidden_layers: int = 1
+    draft_vocab_size: Count | None = None
+    target_hidden_size: Count | None = None
+    norm_before_residual: bool = False
+    eagle_config: _Layers = msgspec.field(default_factory=_Layers)
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+
+    def taken_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of a model with so many, by whose inputs the head drafts."""
+        named = self.eagle_aux_hidden_state_layer_ids or self.eagle_config.eagle_aux_hidden_state_layer_ids
+        return tuple(sorted(set(named or (2, num_layers // 2, num_layers - 3))))
+
+
+class _Layer(LlamaDecoderLayer):
+    """The layer of a head: Q, K and V have twice as many inputs, an embedding and a hidden state."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config, 0, None)
+        attention, bias = self.self_attn, config.attention_bias
+        for name in ("q_proj", "k_proj", "v_proj"):
+            outs = getattr(attention, name).out_features
+            setattr(attention, name, nn.Linear(2 * config.hidden_size, outs, bias=bias, device="meta"))
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class _Weights(nn.Module):
+    """The weights of a head, by their names in the files. ``states``: the numbers of a token's hidden states."""
+
+    def __init__(self, config: EagleConfig, states: int) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.fc = nn.Linear(states, hidden, bias=False, device="meta")
+        self.layers = nn.ModuleList([_Layer(config)])
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size or config.vocab_size, bias=False, device="meta")
+
+
+class _Files(NamedTuple):
+    """A head in its files: ``tensors`` by their names in ``_Weights``, and further ones."""
+
+    config: EagleConfig
+    tensors: dict[str, torch.Tensor]
+    fingerprint: str
+
+
+class EagleHead(DraftModel):
+    """A head that drafts for the model ``loaded``.
+
+    ``shape``: of its attention. ``fingerprint``: the end of the fingerprint of a model whose blocks have its KV, too.
+    ``weights``: whose layer is fused. ``embedding``: of the head, or else of the model. ``targets`` int64 [draft
+    vocabulary]: the token of the model that each of the head's is; None: the vocabularies are equal.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, files: _Files, weights: _Weights, operations: Operations, rotary: RotaryEmbedding,
+        hidden_norm: NormWeight, embedding: nn.Module, targets: torch.Tensor | None, wanted: DraftModelConfig,
+    ) -> None:  # fmt: skip
+        layer = weights.layers[0]
+        assert isinstance(layer, FusedDecoderLayer)
+        self.attention, self.most = layer.self_attn, wanted.num_speculative_tokens
+        self.most_rows = wanted.disable_by_batch_size or 0
+        self.shape, self.fingerprint = layer.shape, f"-eagle3-{files.fingerprint}"
+        self._layer, self._weights, self._operations = layer, weights, operations
+        self._hidden_norm, self._norm = hidden_norm, NormWeight(weights.norm)
+        self._before_residual = files.config.norm_before_residual
+        self._embedding, self._targets, self._vocab_size = embedding, targets, loaded.vocab_size
+        device = hidden_norm.weight.device
+
+        def angles(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            cos, sin = rotary(hidden_norm.weight, positions[None])
+            return cos[0], sin[0]
+
+        self._rotation_at = operations.rotations(angles, loaded.max_model_len, device)
+        layers = decoder_layers(loaded.model)
+        self._inputs: list[torch.Tensor] = []
+        for number in taken_layers(files.config, len(layers)):
+            layers[number].register_forward_pre_hook(self._keep, with_kwargs=True)
+        layers[0].register_forward_pre_hook(lambda *_: self._inputs.clear(), prepend=True)
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the input of a layer: of a fused one, the sum of what is added and the residual, which it overwrites."""
+        hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        if isinstance(module, FusedDecoderLayer):
+            hidden = hidden.clone() if args[1] is None else hidden + args[1]
+        self._inputs.append(hidden.reshape(-1, hidden.shape[-1]))
+
+    def states(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states [n, hidden] of tokens of the flat batch: ``fc`` of the inputs of three layers."""
+        return self._weights.fc(torch.cat([one.index_select(0, tokens) for one in self._inputs], dim=-1))  # type: ignore[no-any-return]
+
+    def forward(self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Compute entries; see ``DraftModel``."""
+        layer, compute = self._layer, self._operations
+        before, after, own = layer.norm_before_attention, layer.norm_before_mlp, self._hidden_norm
+        embedded = compute.rms_norm(self._embedding(ids), before.weight, before.eps)
+        normed = compute.rms_norm(hidden, own.weight, own.eps)
+        residual = normed if self._before_residual else hidden
+        attended = layer.attention(torch.cat([embedded, normed], dim=-1), self._rotation_at(positions))
+        added = layer.feed_forward(compute.norm_for(layer.gate_up, attended, residual, after.weight, after.eps))
+        return residual + added
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [n, vocab] of the model's tokens."""
+        logits: torch.Tensor = self._weights.lm_head(
+            self._operations.rms_norm(hidden, self._norm.weight, self._norm.eps)
+        )
+        if self._targets is None:
+            return logits
+        whole = logits.new_full((len(logits), self._vocab_size), float("-inf"))
+        return whole.index_copy_(1, self._targets, logits)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the layers of a causal language model.
+
+    Raises:
+        ModelError: they are in no list that its decoder has.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)  # type: ignore[operator]
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelError(
+            f"{type(model).__name__} does not expose its layers, from which draft models take their inputs"
+        )
+    return layers
+
+
+def taken_layers(config: EagleConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers by whose inputs a head drafts.
+
+    Raises:
+        ModelError: the model does not have them.
+    """
+    taken = config.taken_layers(num_layers)
+    if not taken or taken[0] < 0 or taken[-1] >= num_layers:
+        raise ModelError(f"the EAGLE-3 head takes the inputs of layers {list(taken)} of a model with {num_layers}")
+    return taken
+
+
+def add_head(config: ExecutorConfig, loaded: LoadedModel) -> None:
+    """Load the head that the option names, if it names one, and let the model ``loaded`` have it.
+
+    Raises:
+        ModelError: it cannot be read, or does not fit the model.
+    """
+    wanted = draft_model_config(config)
+    if wanted is None or wanted.method != "eagle3":
+        return
+    loaded.draft = head = load_head(config, wanted, loaded)
+    loaded.sources = [*(loaded.sources or range(len(loaded.layers))), len(loaded.layers)]
+    loaded.attention, loaded.layers = [*loaded.attention, head.attention], [*loaded.layers, head.shape]
+    loaded.rotations, loaded.no_segments = [], NO_SEGMENTS
+    loaded.fingerprint += head.fingerprint
+    log.info("%s drafts up to %d tokens", wanted.model, head.most)
+
+
+def load_head(config: ExecutorConfig, wanted: DraftModelConfig, loaded: LoadedModel) -> EagleHead:
+    """Load the head that ``wanted`` names, to draft for the model ``loaded``.
+
+    Raises:
+        ModelError: it cannot be read, or does not fit the model.
+    """
+    assert wanted.model is not None
+    files = _read(wanted.model, loaded)
+    head, tensors = files.config, files.tensors
+    taken = taken_layers(head, len(decoder_layers(loaded.model)))
+    embedding: nn.Module = loaded.model.get_input_embeddings()  # type: ignore[operator]
+    size = int(embedding.weight.shape[1])  # type: ignore[union-attr, index]
+    weights = _Weights(head, len(taken) * (head.target_hidden_size or size)).eval().requires_grad_(False)
+    if (own := tensors.pop("embed_tokens.weight", None)) is not None:
+        embedding = nn.Embedding.from_pretrained(own)  # type: ignore[no-untyped-call]
+    elif size != head.hidden_size:
+        raise ModelError(f"{wanted.model} has no embedding, and its hidden states have {head.hidden_size} numbers")
+    targets = tensors.pop("d2t", None)
+    _check_shapes(wanted.model, weights, tensors)
+    weights.load_state_dict(tensors, assign=True)
+    layer = weights.layers[0]
+    assert isinstance(layer, _Layer)
+    operations, hidden_norm = operations_of(loaded.kernels), NormWeight(layer.hidden_norm)
+    weights.layers[0] = FusedDecoderLayer(layer, operations, sum_of_one)
+    for part in ("fc", "layers.0", "lm_head"):
+        replace_linears(config, weights, loaded.kernels, loaded.device, part, alone=True)
+    if targets is not None:
+        ids = targets.to(torch.int64)
+        targets = ids + torch.arange(len(ids), device=ids.device)
+        if len(targets) != weights.lm_head.weight.shape[0] or targets.min() < 0 or targets.max() >= loaded.vocab_size:
+            raise ModelError(f"{wanted.model}: d2t names tokens outside the vocabulary of {loaded.vocab_size}")
+    elif weights.lm_head.weight.shape[0] != loaded.vocab_size:
+        raise ModelError(f"{wanted.model} has no d2t, and another vocabulary than the model")
+    rotary = RotaryEmbedding(head).to(loaded.device)
+    return EagleHead(loaded, files, weights, operations, rotary, hidden_norm, embedding, targets, wanted)
+
+
+def _check_shapes(name: str, weights: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Check that the files have the weights of a head.
+
+    Raises:
+        ModelError: they do not.
+    """
+    wanted = {own: tuple(weight.shape) for own, weight in weights.state_dict().items()}
+    found = {own: tuple(tensor.shape) for own, tensor in tensors.items()}
+    if differs := sorted(own for own in wanted.keys() | found.keys() if wanted.get(own) != found.get(own)):
+        own = differs[0]
+        raise ModelError(
+            f"{name} is no EAGLE-3 head for this model: its weight {own} has the shape {found.get(own)}, and should "
+            f"have {wanted.get(own)}"
+        )
+
+
+def _read(name: str, loaded: LoadedModel) -> _Files:
+    path = resolve_model(name)
+    paths = weight_files(name, path)
+    tensors: dict[str, torch.Tensor] = {}
+    for file, header in checked_headers(paths).items():
+        with open_weights(file) as opened:
+            for key in header:
+                own = _LAYER.sub("layers.0.", key)
+                own = own if own != key else _PREFIX.sub("", key)
+                if own in _UNUSED:
+                    continue
+                tensor = opened.get_tensor(key).to(loaded.device)
+                tensors[own] = tensor.to(loaded.dtype) if tensor.is_floating_point() else tensor
+    return _Files(_config(name, path, "layers.0.self_attn.q_norm.weight" in tensors), tensors, fingerprint(path, paths))
+
+
+def _config(name: str, path: Path, head_norm: bool) -> EagleConfig:
+    try:
+        settings: dict[str, Any] = json.loads((path / "config.json").read_text())
+        settings = settings.pop("transformer_layer_config", {}) | settings  # as speculators writes it
+        settings |= {"model_type": "eagle3", "head_norm": head_norm}
+        join_rope(settings)
+        found = msgspec.convert(settings, EagleConfig)
+    except (OSError, ValueError, TypeError, AttributeError, NotReadableError, msgspec.ValidationError) as error:
+        raise ModelError(f"{name}: its config.json is of no EAGLE-3 head: {error}") from error
+    if found.num_hidden_layers != 1:
+        raise ModelError(f"{name} has {found.num_hidden_layers} layers: EAGLE-3 heads of one layer are supported")
+    return found

@@ -1,0 +1,117 @@
+"""Tiny draft models, saved where a test wants them: EAGLE-3 heads, and MTP layers beside the layers of a model."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.model_builders import FAMILIES, LATENTS, OTHERS, VOCAB_SIZE, build_model
+
+_HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 48, 80, 4, 2, 12
+
+
+def build_head(path: Path, *, seed: int = 0, vocabulary: int | None = 120, **settings: object) -> None:
+    """Save an EAGLE-3 head with random weights for a model of hidden size 48, whose drafts are hardly ever right.
+
+    ``vocabulary``: its own, of the tokens 0, 2, 4, ... and behind the last of them; None: it is the model's.
+    """
+    torch.manual_seed(seed)
+    heads, kv_heads = _HEADS * _HEAD_DIM, _KV_HEADS * _HEAD_DIM
+    shapes = {
+        "fc": (_HIDDEN, 3 * _HIDDEN),
+        "midlayer.self_attn.q_proj": (heads, 2 * _HIDDEN),
+        "midlayer.self_attn.k_proj": (kv_heads, 2 * _HIDDEN),
+        "midlayer.self_attn.v_proj": (kv_heads, 2 * _HIDDEN),
+        "midlayer.self_attn.o_proj": (_HIDDEN, heads),
+        "midlayer.mlp.gate_proj": (_INNER, _HIDDEN),
+        "midlayer.mlp.up_proj": (_INNER, _HIDDEN),
+        "midlayer.mlp.down_proj": (_HIDDEN, _INNER),
+        "lm_head": (vocabulary or VOCAB_SIZE, _HIDDEN),
+    }
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    weights = {f"{name}.weight": 0.2 * torch.randn(shape) for name, shape in shapes.items()}
+    weights |= {f"{name}.weight": 1 + 0.1 * torch.randn(_HIDDEN) for name in norms}
+    if vocabulary is not None:
+        targets = torch.tensor([*range(0, VOCAB_SIZE, 2), *range(1, VOCAB_SIZE, 2)][:vocabulary]).sort().values
+        weights["d2t"] = targets - torch.arange(vocabulary)
+        known = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
+        known[targets] = True
+        weights["t2d"] = known
+    _save_head(path, weights, vocabulary, **settings)
+
+
+def _save_head(path: Path, weights: dict[str, torch.Tensor], vocabulary: int | None, **settings: object) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(weights, path / "model.safetensors")
+    hidden, inner = weights["norm.weight"].shape[0], weights["midlayer.mlp.gate_proj.weight"].shape[0]
+    known = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu", "hidden_size": hidden,
+        "intermediate_size": inner, "num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS,
+        "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "vocab_size": VOCAB_SIZE, "rope_theta": 10000.0,
+        "max_position_embeddings": 64, "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    if vocabulary is not None:
+        known["draft_vocab_size"] = vocabulary
+    (path / "config.json").write_text(json.dumps(known | settings))
+
+
+def build_cycling(model: Path, head: Path) -> list[int]:
+    """Save a Llama whose likeliest token follows from the last token alone, and a head that always drafts this token.
+
+    Returns the token behind each token. Hidden states are the embeddings of the last token, which are unit vectors: the
+    layers add nothing to them. The layer of the head turns the embedding of a token into that of the next one.
+    """
+    size = VOCAB_SIZE + 1
+    torch.manual_seed(3)
+    following = torch.randperm(VOCAB_SIZE)
+    build_model("llama", model, hidden_size=size, num_attention_heads=4, num_key_value_heads=2, intermediate_size=size)
+    weights = load_file(model / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()
+    ones, head_weight = torch.eye(size), torch.zeros(VOCAB_SIZE, size)
+    head_weight[following, torch.arange(VOCAB_SIZE)] = 1.0
+    weights["model.embed_tokens.weight"] = ones[:VOCAB_SIZE].clone()
+    weights["lm_head.weight"] = head_weight
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    move = torch.zeros(size, size)  # from a unit vector to that of the next token
+    move[following, torch.arange(VOCAB_SIZE)] = 1.0
+    value = size**0.5  # of a unit vector behind its norm
+    gated = float(torch.nn.functional.silu(torch.tensor(value)) * value)
+    inputs = 2 * size
+    per_head = size // _HEADS
+    own = {
+        "fc.weight": torch.cat([ones, torch.zeros(size, 2 * size)], dim=1),
+        "midlayer.self_attn.q_proj.weight": torch.randn(_HEADS * per_head, inputs),
+        "midlayer.self_attn.k_proj.weight": torch.randn(_KV_HEADS * per_head, inputs),
+        "midlayer.self_attn.v_proj.weight": torch.randn(_KV_HEADS * per_head, inputs),
+        "midlayer.self_attn.o_proj.weight": torch.zeros(size, _HEADS * per_head),
+        "midlayer.mlp.gate_proj.weight": ones.clone(),
+        "midlayer.mlp.up_proj.weight": ones.clone(),
+        "midlayer.mlp.down_proj.weight": (move - ones) / gated,
+        "lm_head.weight": head_weight.clone(),
+    }
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    _save_head(head, own | {f"{name}.weight": torch.ones(size) for name in norms}, None)
+    return following.tolist()
+
+
+def build_mtp(family: str, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
+    """Save a tiny model with an MTP layer behind its last layer. Returns a model that has it as a layer like others."""
+    _, settings = (FAMILIES | OTHERS | LATENTS)[family]
+    layers = settings["num_hidden_layers"]
+    model = build_model(family, path, seed, num_hidden_layers=layers + 1)
+    weights = load_file(path / "model.safetensors")
+    prefix, size = f"model.layers.{layers}.", model.config.hidden_size
+    weights[f"{prefix}eh_proj.weight"] = 0.2 * torch.randn(size, 2 * size)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(size)
+    weights[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    file.write_text(json.dumps(config))
+    return model

@@ -1,0 +1,323 @@
+"""Drafts by models that come with the served model: the tokens are the same without drafts, whatever is accepted."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths
+from pagewise_scheduler.core.requests.request import Request, RequestSequence
+from pagewise_shared.errors import ModelError
+from pagewise_shared.protocol import NewSequence, ProposingStepPlan, StepPlan, Welcome, pack_int32s, unpack_int32s
+from pagewise_shared.sampling import SamplingParams
+from safetensors.torch import load_file
+
+from tests.cpu_kernels import need_cpu_kernels
+from tests.draft_models import build_cycling, build_head, build_mtp
+from tests.executor.driver import outputs_of, request, run_requests
+from tests.executor.runners import build_runner
+from tests.executor.test_speculation import requests
+from tests.lora_adapters import build_adapter, read, with_adapter
+from tests.model_builders import build_model
+
+MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
+
+
+def eagle3(head: Path, most: int = 3) -> str:
+    return json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": most})
+
+
+def longest(
+    self: DraftLengths, candidates: Mapping[RequestSequence, tuple[Acceptance, int]], num_running: int, most: int
+) -> dict[RequestSequence, int]:
+    """Drafts that are as long as they can be, whether or not they pay."""
+    return {sequence: limit for sequence, (_, limit) in candidates.items()} if most >= 3 * len(candidates) else {}
+
+
+@pytest.fixture
+def drafts_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftLengths, "choose", longest)
+
+
+def check(runner: ModelRunner, *, every_memory: bool = False, max_tokens: int = 20) -> None:
+    """Outputs are those without drafts, in chunks of other prompts, and when sequences lose their blocks."""
+    num_blocks = (80 if runner.info.groups else 112) // runner.info.block_size
+    small = {"num_blocks": num_blocks, "recovery": "swap"}
+    for memory in ({}, small, small | {"recovery": "recompute"}) if every_memory else (small,):
+        settings: dict[str, Any] = {"arrive_every": 3, "max_num_batched_tokens": 24, "max_num_seqs": 4} | memory
+        run_requests(runner, asked := requests(max_tokens), **settings, proposes=False)
+        scheduler, _ = run_requests(runner, found := requests(max_tokens), **settings)
+        assert outputs_of(found) == outputs_of(asked)
+        assert scheduler.features.drafts.num_drafts > 10
+        assert scheduler.features.drafts.num_accepted_tokens > 0
+        assert (scheduler.num_preemptions > 0) == bool(memory)
+
+
+@pytest.mark.usefixtures("drafts_always")
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("torch", marks=pytest.mark.long)])
+def test_a_head_that_is_hardly_ever_right_changes_no_token(tmp_path: Path, kernels: str) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    build_model("llama", tmp_path / "model", seed=5)
+    build_head(tmp_path / "head")
+    runner = build_runner(tmp_path / "model", kernels=kernels, speculative_config=eagle3(tmp_path / "head"))
+    check(runner, every_memory=kernels == "torch")
+
+
+@pytest.mark.usefixtures("drafts_always")
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("glm4_moe", "cpu"),
+        pytest.param("glm4_moe", "torch", marks=pytest.mark.long),
+        pytest.param("deepseek_v3", "cpu", marks=pytest.mark.long),
+    ],
+)
+def test_an_mtp_layer_changes_no_token(tmp_path: Path, family: str, kernels: str) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    build_mtp(family, tmp_path)
+    check(build_runner(tmp_path, kernels=kernels, speculative_config=MTP), every_memory=kernels == "torch")
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("drafts_always")
+def test_windows_of_the_model_and_a_head_that_sees_all_tokens_go_together(tmp_path: Path) -> None:
+    build_model("gemma3", tmp_path / "model", seed=5, num_hidden_layers=6, num_key_value_heads=2, head_dim=12)
+    build_head(tmp_path / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 5]})
+    runner = build_runner(tmp_path / "model", kernels="torch", speculative_config=eagle3(tmp_path / "head"))
+    assert runner.info.groups
+    check(runner, every_memory=True)
+
+
+@pytest.fixture(scope="module")
+def cycling(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, list[int]]:
+    """A model with a head that always knows the likeliest token, and the token behind each token."""
+    path = tmp_path_factory.mktemp("cycling")
+    following = build_cycling(path / "model", path / "head")
+    return build_runner(path / "model", speculative_config=eagle3(path / "head", 4)), following
+
+
+def cycle(following: list[int], token: int, count: int) -> list[int]:
+    return [token := following[token] for _ in range(count)]
+
+
+@pytest.mark.usefixtures("drafts_always")
+def test_a_head_that_is_always_right_gives_five_tokens_a_step(cycling: tuple[ModelRunner, list[int]]) -> None:
+    runner, following = cycling
+    asked = [request([number, 9, 3 + number], 41, f"r{number}") for number in range(3)]
+    scheduler, steps = run_requests(runner, asked)
+    assert outputs_of(asked) == [cycle(following, 3 + number, 41) for number in range(3)]
+    drafts = scheduler.features.drafts
+    assert drafts.num_accepted_tokens == drafts.num_draft_tokens
+    # One token by the prompt, and then five a step, or fewer in the first ones, which have no blocks ahead.
+    assert len(steps) <= 2 + 40 // 5
+
+
+def started(runner: ModelRunner, proposals: list[int], **sampling: Any) -> tuple[list[int], list[int]]:
+    """Let row 0 compute a prompt of three tokens; returns the token behind it, and what is proposed."""
+    runner.reset(Welcome(1, 4, 64))
+    params = SamplingParams(**({"temperature": 0.0} | sampling))
+    new = NewSequence(0, pack_int32s([5, 6, 7]), 3, 0, pack_int32s([0, 1]), params)
+    plan = ProposingStepPlan(1, 1, joined=(new,), chunks=((0, 3),), proposals=pack_int32s(proposals))
+    return answer(runner, plan)
+
+
+def answer(runner: ModelRunner, plan: StepPlan) -> tuple[list[int], list[int]]:
+    result = runner.execute(plan).result()
+    return unpack_int32s(result.tokens).tolist(), unpack_int32s(result.proposed).tolist()
+
+
+def test_what_is_proposed_goes_on_behind_the_tokens_that_are_kept(cycling: tuple[ModelRunner, list[int]]) -> None:
+    runner, following = cycling
+    drawn, proposed = started(runner, [0, 3])
+    assert [*drawn, *proposed] == cycle(following, 7, 4)
+    for right in (2, 0):
+        known = drawn[-1]
+        draft = [*proposed[:right], *(one + 1 for one in proposed[right:])]
+        plan = ProposingStepPlan(
+            1, runner_step(right), drafts=((0, pack_int32s(draft)),), proposals=pack_int32s([0, 3])
+        )
+        drawn, proposed = answer(runner, plan)
+        drawn = drawn[: right + 1]
+        assert [*drawn, *proposed] == cycle(following, known, right + 4)
+    # Two blocks of eight: slots of tokens behind the tenth are known.
+    drawn, proposed = answer(runner, ProposingStepPlan(1, 4, proposals=pack_int32s([0, 16])))
+    assert proposed == [*cycle(following, drawn[-1], 9), *[-1] * 7]
+
+
+def runner_step(right: int) -> int:
+    return 2 if right else 3
+
+
+@pytest.mark.parametrize(
+    ("proposals", "why"),
+    [
+        ([0, 17], "does not get there"),
+        ([0, -1], "does not get there"),
+        ([1, 1], "does not get there"),
+        ([0, 1, 0, 1], "two proposals"),
+        ([0], "pairs"),
+    ],
+)
+def test_impossible_proposals_are_refused(
+    cycling: tuple[ModelRunner, list[int]], proposals: list[int], why: str
+) -> None:
+    with pytest.raises(InvalidPlanError, match=why):
+        started(cycling[0], proposals)
+
+
+def test_prompts_that_begin_in_the_cache_have_the_kv_of_the_draft_model(tmp_path: Path) -> None:
+    build_model("llama", tmp_path / "model", seed=5)
+    build_head(tmp_path / "head", seed=4)
+    runner = build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head"))
+    runner.reset(Welcome(1, 4, 64))
+    prompt = pack_int32s([number * 7 % 199 for number in range(21)])
+
+    def joins(row: int, computed: int, blocks: list[int]) -> NewSequence:
+        return NewSequence(row, prompt, 21, computed, pack_int32s(blocks), SamplingParams(temperature=0.0))
+
+    # In chunks, of which the first two complete nothing.
+    first = ((0, 5), (0, 0)), ((0, 9), (0, 0)), ((0, 7), (0, 3))
+    for step, (chunk, proposal) in enumerate(first, 1):
+        new = (joins(0, 0, [0, 1, 2]),) if step == 1 else ()
+        plan = ProposingStepPlan(1, step, joined=new, chunks=(chunk,), proposals=pack_int32s(proposal))
+        expected = answer(runner, plan)
+    new = joins(1, 16, [0, 1, 3])
+    again = ProposingStepPlan(1, 4, left=(0,), joined=(new,), chunks=((1, 5),), proposals=pack_int32s([1, 3]))
+    assert answer(runner, again) == expected
+
+
+@pytest.mark.usefixtures("drafts_always")
+def test_adapters_and_drafts_go_together(tmp_path: Path) -> None:
+    build_model("llama", tmp_path / "model", seed=5)
+    build_head(tmp_path / "head")
+    adapter = read(build_adapter(tmp_path / "model", tmp_path / "adapter"))
+    runner = build_runner(
+        tmp_path / "model", speculative_config=eagle3(tmp_path / "head"), enable_lora=True, max_lora_rank=16
+    )
+
+    def asked() -> list[Request]:
+        return [with_adapter(one, [5, 6, 7, number], 16, f"r{number}") for number, one in enumerate([adapter, None])]
+
+    run_requests(runner, expected := asked(), proposes=False)
+    scheduler, _ = run_requests(runner, found := asked())
+    assert outputs_of(found) == outputs_of(expected)
+    assert scheduler.features.drafts.num_drafts > 10
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("llama", {"hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}, "has no embedding"),
+        ("llama", {"num_hidden_layers": 2}, "inputs of layers"),
+        ("llama", {"vocab_size": 90}, "d2t names tokens outside"),
+        ("llama", {}, "multi-token prediction"),
+    ],
+)
+def test_draft_models_that_do_not_fit_are_refused(
+    tmp_path: Path, family: str, settings: dict[str, Any], why: str
+) -> None:
+    build_model(family, tmp_path / "model", **settings)
+    build_head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    with pytest.raises(ModelError, match=why):
+        build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head") if settings else MTP)
+
+
+def test_heads_with_other_weights_are_refused(tmp_path: Path) -> None:
+    build_model("llama", tmp_path / "model")
+    build_head(tmp_path / "head", intermediate_size=64)
+    with pytest.raises(ModelError, match=r"is no EAGLE-3 head for this model: its weight layers\.0\.mlp"):
+        build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head"))
+    build_head(tmp_path / "head", num_hidden_layers=2)
+    with pytest.raises(ModelError, match="2 layers"):
+        build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head"))
+
+
+def test_proposals_need_a_draft_model(tmp_path: Path) -> None:
+    build_model("llama", tmp_path)
+    with pytest.raises(InvalidPlanError, match="no draft model"):
+        started(build_runner(tmp_path), [0, 1])
+
+
+@torch.inference_mode()
+def reference_of_mtp(whole: Any, path: Path, ids: list[int], count: int) -> list[int]:
+    """The tokens that an MTP layer proposes behind ``ids``, by the modules of transformers, all positions at once."""
+    number = len(whole.model.layers) - 1
+    weights, block = load_file(path / "model.safetensors"), whole.model.layers[number]
+    whole.model.layers, whole.config.num_hidden_layers = whole.model.layers[:number], number
+    own = {name: weights[f"model.layers.{number}.{name}.weight"] for name in ("enorm", "hnorm", "shared_head.norm")}
+    project, eps = weights[f"model.layers.{number}.eh_proj.weight"], whole.config.rms_norm_eps
+    hidden = whole.model(torch.tensor([ids[:-1]]), use_cache=False).last_hidden_state
+    known, found = ids[1:], list[int]()
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], own[name], eps)
+
+    for _ in range(count):
+        embedded = whole.model.embed_tokens(torch.tensor([known]))
+        x = torch.nn.functional.linear(torch.cat([norm(embedded, "enorm"), norm(hidden, "hnorm")], -1), project)
+        places = torch.arange(len(known))[None]
+        rotation = whole.model.rotary_emb(x, places)
+        out = block(x, position_embeddings=rotation, position_ids=places, attention_mask=None)
+        found.append(int(whole.lm_head(norm(out, "shared_head.norm"))[0, -1].argmax()))
+        known, hidden = [*known, found[-1]], torch.cat([hidden, out[:, -1:]], 1)
+    return found
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_an_mtp_layer_proposes_what_it_predicts(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
+    whole = build_mtp(family, tmp_path, seed=2)
+    drawn, proposed = started(build_runner(tmp_path, speculative_config=MTP), [0, 3])
+    assert "not used" not in caplog.text
+    whole.set_attn_implementation("sdpa")
+    assert proposed == reference_of_mtp(whole, tmp_path, [5, 6, 7, *drawn], 3)
+
+
+@torch.inference_mode()
+def reference_of_head(model: Any, head: Path, ids: list[int], count: int) -> list[int]:
+    """The tokens that an EAGLE-3 head proposes behind ``ids``, all positions at once."""
+    own, size, eps = load_file(head / "model.safetensors"), model.config.hidden_size, 1e-6
+    states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+    hidden = torch.cat([states[layer][0] for layer in (0, 1, 2)], -1) @ own["fc.weight"].T
+    known, found = ids[1:], list[int]()
+    targets = own["d2t"] + torch.arange(len(own["d2t"]))
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (size,), own[f"{name}.weight"], eps)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ own[f"midlayer.{name}_proj.weight"].T
+
+    for _ in range(count):
+        embedded = norm(model.model.embed_tokens(torch.tensor(known)), "midlayer.input_layernorm")
+        both = torch.cat([embedded, norm(hidden, "midlayer.hidden_norm")], -1)
+        q, k, v = (linear(both, f"self_attn.{name}").view(len(known), -1, 12).transpose(0, 1) for name in "qkv")
+        angles = torch.arange(len(known))[:, None] * 10000.0 ** (-torch.arange(0, 12, 2) / 12)
+        cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+        q, k = (x * cos + torch.cat([-x[..., 6:], x[..., :6]], -1) * sin for x in (q, k))
+        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        residual = hidden + linear(attended.transpose(0, 1).flatten(1), "self_attn.o")
+        x = norm(residual, "midlayer.post_attention_layernorm")
+        gated = torch.nn.functional.silu(linear(x, "mlp.gate")) * linear(x, "mlp.up")
+        out = residual + linear(gated, "mlp.down")
+        found.append(int(targets[(norm(out[-1], "norm") @ own["lm_head.weight"].T).argmax()]))
+        known, hidden = [*known, found[-1]], torch.cat([hidden, out[-1:]])
+    return found
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "torch", pytest.param("triton", marks=pytest.mark.long)])
+def test_a_head_proposes_what_it_predicts(tmp_path: Path, kernels: str) -> None:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    model = build_model("llama", tmp_path / "model", seed=5)
+    build_head(tmp_path / "head", seed=4)
+    runner = build_runner(tmp_path / "model", kernels=kernels, speculative_config=eagle3(tmp_path / "head", 4))
+    assert "KV of its draft model" in runner.info.no_segments
+    drawn, proposed = started(runner, [0, 4])
+    assert proposed == reference_of_head(model, tmp_path / "head", [5, 6, 7, *drawn], 4)

@@ -1,0 +1,164 @@
+"""The lengths of drafts of a draft model: they follow the measured acceptance and the measured times of steps."""
+
+import random
+
+import pytest
+from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths, StepSize, StepTimes
+from pagewise_scheduler.core.requests.request import RequestSequence
+from pagewise_scheduler.core.scheduling.scheduler import Scheduler
+from pagewise_scheduler.core.tiers.cost_model import Costs
+from pagewise_shared.protocol import StepResult, pack_int32s
+
+from tests.scheduler.core.builders import create_request, create_scheduler
+from tests.scheduler.core.driving import assert_all_free
+
+SLOW_STEPS = Costs(step=10e-3, token=0.1e-3)
+"""A step reads weights, and its tokens are nearly free."""
+SLOW_TOKENS = Costs(step=0.1e-3, token=1e-3)
+"""A step takes as long as its tokens."""
+
+
+def sequences(count: int) -> list[RequestSequence]:
+    made = [create_request() for _ in range(count)]
+    for request in made:
+        request.create_sequences()
+    return [request.sequences[0] for request in made]
+
+
+def chosen(costs: Costs, shares: list[list[float]], most: int = 64, limit: int = 4) -> list[int]:
+    """The lengths for sequences with these shares of right tokens."""
+    lengths, running = DraftLengths(4, costs), sequences(len(shares))
+    candidates = {one: (Acceptance(own), limit) for one, own in zip(running, shares, strict=True)}
+    found = lengths.choose(candidates, len(running), most)
+    return [found.get(one, 0) for one in running]
+
+
+def test_drafts_are_as_long_as_the_expected_tokens_per_second_grow() -> None:
+    assert chosen(SLOW_STEPS, [[0.95] * 4]) == [4]
+    assert chosen(SLOW_STEPS, [[0.9, 0.9, 0.01, 0.9]]) == [2]
+    assert chosen(SLOW_STEPS, [[0.02] * 4]) == [0]
+    assert chosen(SLOW_STEPS, [[0.9] * 4], limit=1) == [1]
+
+
+def test_each_sequence_has_its_own_length() -> None:
+    assert chosen(SLOW_STEPS, [[0.97] * 4, [0.0] * 4, [0.97, 0.97, 0.0, 0.0]]) == [4, 0, 2]
+
+
+def test_drafts_become_shorter_where_steps_take_as_long_as_their_tokens() -> None:
+    assert chosen(SLOW_TOKENS, [[0.7] * 4] * 8) == [0] * 8
+    few, many = (sum(chosen(Costs(step=10e-3, token=1e-3), [[0.8] * 4] * count)) / count for count in (1, 48))
+    assert few >= 2
+    assert many == 0
+
+
+def test_no_step_verifies_more_tokens_than_it_may() -> None:
+    assert sum(chosen(SLOW_STEPS, [[0.9] * 4] * 5, most=7)) == 7
+
+
+def test_the_share_of_right_tokens_is_measured_at_each_place() -> None:
+    lengths, rng = DraftLengths(3, SLOW_STEPS), random.Random(0)
+    acceptance = lengths.new()
+    for _ in range(400):
+        accepted = 0
+        while accepted < 3 and rng.random() < (0.9, 0.5, 0.1)[accepted]:
+            accepted += 1
+        lengths.measure(acceptance, 3, accepted)
+    assert acceptance.shares[0] > acceptance.shares[1] > acceptance.shares[2]
+    assert lengths.new().shares == pytest.approx([0.9, 0.5, 0.1], abs=0.15)
+
+
+def test_a_sequence_whose_drafts_were_wrong_is_tried_again_later() -> None:
+    acceptance = DraftLengths(2, SLOW_STEPS).new()
+    for _ in range(20):
+        acceptance.measure(2, 0)
+    assert acceptance.shares[0] < 0.05
+    for _ in range(400):
+        acceptance.rest()
+    assert acceptance.shares[0] > 0.2
+
+
+def test_times_are_those_of_the_step_between_two_plans() -> None:
+    times, now = StepTimes(Costs(step=1e-3, token=1e-5)), 0.0
+    for number in range(300):
+        size = StepSize(1 + number % 4, number % 4, number % 4)
+        times.planned(now, 0)
+        times.returned(size)
+        now += 2e-3 + 1e-4 * size.tokens + 5e-4 * size.passes
+        if number % 7 == 0:  # a request comes later on
+            times.planned(now, 0)
+            now += 3.0
+    assert times.seconds(StepSize(3, 2, 2)) == pytest.approx(3.3e-3, rel=0.1)
+    assert times.seconds(StepSize(1, 0, 0)) == pytest.approx(2.1e-3, rel=0.1)
+
+
+def play(scheduler: Scheduler, right: float, count: int, token_seconds: float = 1e-4) -> list[int]:
+    """Let an executor answer ``count`` steps, planned as far ahead as they may be, whose drafts are right as often as
+    that; returns how many steps were in flight each time. All tokens are 5, and wrong drafts 6."""
+    rng, now, depths = random.Random(1), 0.0, list[int]()
+    for _ in range(count):
+        while scheduler.num_in_flight < 2 and scheduler.schedule(now) is not None:
+            pass
+        depths.append(scheduler.num_in_flight)
+        step = scheduler.steps_in_flight[0]
+        proposed = [5 if rng.random() < right else 6 for _, asked in step.proposals for _ in range(asked)]
+        now += 10e-3 + token_seconds * step.num_tokens + 1e-3 * bool(step.proposals)
+        tokens = pack_int32s([5] * len(step.sampled))
+        scheduler.update(StepResult(scheduler.epoch, step.step, tokens, proposed=pack_int32s(proposed)))
+    return depths
+
+
+def test_right_drafts_go_on_and_wrong_ones_end_soon() -> None:
+    found = {}
+    for right in (0.0, 0.8, 1.0):
+        scheduler = create_scheduler(num_blocks=400, max_proposed=3)
+        scheduler.add(request := create_request(prompt=9, max_tokens=400))
+        depths = play(scheduler, right, 90)
+        found[right] = len(request.sequences[0].output_token_ids), sum(depth == 2 for depth in depths)
+        scheduler.abort(request.request_id)
+        play(scheduler, right, scheduler.num_in_flight)
+        assert_all_free(scheduler)
+    tokens, overlapping = zip(*found.values(), strict=True)
+    assert tokens[0] < 100
+    assert tokens[1] > 200
+    assert tokens[2] > 330
+    # Without drafts two steps are in flight.
+    assert overlapping[0] > 70
+    assert overlapping[2] < 5
+
+
+def test_a_busy_executor_drafts_nothing_and_drafts_again_when_it_is_less_busy() -> None:
+    scheduler = create_scheduler(num_blocks=4000, max_num_seqs=16, max_num_batched_tokens=200, max_proposed=3)
+    few, *many = (create_request(prompt=5, max_tokens=length) for length in (900, *[60] * 15))
+    scheduler.add(few)
+    play(scheduler, 0.7, 5, token_seconds=5e-3)
+    for request in many:
+        scheduler.add(request)
+    play(scheduler, 0.7, 60, token_seconds=5e-3)
+    busy = scheduler.features.drafts.num_drafts
+    play(scheduler, 0.7, 20, token_seconds=5e-3)
+    assert all(request.finished for request in many)
+    before = len(few.sequences[0].output_token_ids)
+    play(scheduler, 0.7, 60, token_seconds=5e-3)
+    assert len(few.sequences[0].output_token_ids) - before > 80
+    assert busy < 200  # of 960 in which there could have been some
+
+
+def test_prompts_are_taken_only_if_drafts_may_pay() -> None:
+    lengths = DraftLengths(3, SLOW_TOKENS)
+    assert [lengths.pays(count) for count in (1, 30)] == [False, False]
+    lengths = DraftLengths(3, Costs(step=10e-3, token=1e-3))
+    assert [lengths.pays(count) for count in (1, 30)] == [True, False]
+    scheduler = create_scheduler(num_blocks=400, max_proposed=3, costs=SLOW_TOKENS)
+    scheduler.add(create_request(prompt=90, max_tokens=30))
+    while (plan := scheduler.schedule(0.0)) is not None:
+        assert not plan.proposals
+        step = scheduler.steps_in_flight[0]
+        scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5] * len(step.sampled))))
+
+
+def test_with_more_sequences_than_allowed_the_draft_model_is_not_used() -> None:
+    scheduler = create_scheduler(num_blocks=400, max_proposed=3, max_proposing=2)
+    for _ in range(3):
+        scheduler.add(create_request(prompt=5, max_tokens=60))
+    assert play(scheduler, 1.0, 40)[10:] == [2] * 30
+    assert scheduler.features.drafts.num_drafts == 0
