@@ -363,19 +363,9 @@ class LoadAdapter(Message, frozen=True):
 
 FromExecutor = Hello | StepResult | Copied | Found | AdapterLoaded | GrammarCompiled | Heartbeat | Leaving | Goodbye
 FromScheduler = (
-    Welcome
-    | Refused
-    | HeartbeatAck
-    | Rejoin
-    | StepPlan
-    | GroupedStepPlan
-    | ProposingStepPlan
-    | CancelCopies
-    | LookUp
-    | LoadAdapter
-    | CompileGrammar
-    | Drain
-)
+    Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | GroupedStepPlan | ProposingStepPlan | CancelCopies | LookUp
+    | LoadAdapter | CompileGrammar | Drain
+)  # fmt: skip
 
 # ---- executor -> executor -----------------------------------------------------------------------------
 
