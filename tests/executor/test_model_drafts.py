@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.draft_models import build_cycling, build_head, build_mtp
+from tests.executor.drafted_requests import requests
 from tests.executor.driver import outputs_of, request, run_requests
 from tests.executor.runners import build_runner
-from tests.executor.test_speculation import requests
 from tests.lora_adapters import build_adapter, read, with_adapter
 from tests.model_builders import build_model
 

@@ -1,6 +1,5 @@
 """Drafts that a real model verifies: the tokens are the same without drafts, with any requests beside them."""
 
-import random
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from pagewise_scheduler.core.tiers.grouped import GroupedKVCacheManager
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.protocol import NewSequence, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
-from pagewise_shared.thinking import ThinkingBudget
 
 from tests.cpu_kernels import need_cpu_kernels
+from tests.executor.drafted_requests import requests
 from tests.executor.driver import arena_of, request, run_requests
 from tests.executor.runners import build_runner
 from tests.model_builders import RECURRENT, build_model
@@ -27,28 +26,6 @@ NGRAM = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_
 def need(kernels: str) -> None:
     if kernels == "cpu":
         need_cpu_kernels()
-
-
-def requests(max_tokens: int = 45) -> list[Request]:
-    """Prompts that repeat themselves, and outputs of few tokens, which do too: greedy, seeded, and others."""
-    rng = random.Random(2)
-    few = tuple(phrase := [rng.randrange(3, 199) for _ in range(7)])
-
-    def prompt(count: int) -> list[int]:
-        return [rng.randrange(3, 199), *phrase * count]
-
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"allowed": few},
-        {"allowed": few, "temperature": 0.6, "seed": 5},
-        {"allowed": few, "temperature": 0.8, "seed": 6, "top_k": 4, "n": 2, "logit_bias": {phrase[1]: 1.0}},
-        {"allowed": few, "temperature": 0.5, "seed": 7, "min_tokens": 8, "stop_token_ids": (phrase[3], 1)},
-        {"allowed": few, "temperature": 2.0, "seed": 9, "repetition_penalty": 1.2},
-        {"allowed": few, "logprobs": 2},
-        {"allowed": few, "bad_words": ((phrase[2], phrase[3]),)},
-        {"allowed": few, "thinking": ThinkingBudget(max_tokens // 2, 2, (phrase[0], 2), (phrase[1],))},
-    ]
-    return [request(prompt(1 + number % 4), max_tokens, f"r{number}", **kind) for number, kind in enumerate(kinds)]
 
 
 def outputs(runner: ModelRunner, asked: list[Request], **options: Any) -> tuple[Scheduler, list[list[int]]]:

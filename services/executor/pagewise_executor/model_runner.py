@@ -46,7 +46,7 @@ from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool, bytes_per_block, pool_size
 from pagewise_executor.kv.page_pool import PagePool
 from pagewise_executor.kv.segment_mover import SegmentMover
-from pagewise_executor.models.eagle3 import add_head
+from pagewise_executor.models.draft_models import add_draft_model
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.page_labels import LABEL_BYTES, KeptBlocks, PageLabels
 from pagewise_executor.plan_checks import InvalidPlanError
@@ -106,7 +106,7 @@ class ModelRunner:
         threads = set_cpu_threads(config.threads)
         self._ranks = ranks
         loaded = load_model(config, ranks)
-        add_head(config, loaded)
+        add_draft_model(config, loaded)
         self._device = loaded.device
         gpu = None
         if self._device.type == "cuda":

@@ -356,21 +356,9 @@ FromExecutor = (
     | Goodbye
 )
 FromScheduler = (
-    Welcome
-    | Refused
-    | HeartbeatAck
-    | Rejoin
-    | StepPlan
-    | GroupedStepPlan
-    | ProposingStepPlan
-    | CancelCopies
-    | LookUp
-    | DropStored
-    | SetStoredBudgets
-    | LoadAdapter
-    | CompileGrammar
-    | Drain
-)
+    Welcome | Refused | HeartbeatAck | Rejoin | StepPlan | GroupedStepPlan | ProposingStepPlan | CancelCopies | LookUp
+    | DropStored | SetStoredBudgets | LoadAdapter | CompileGrammar | Drain
+)  # fmt: skip
 
 # ---- executor -> executor -----------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ of the next entry. Heads of vLLM, SGLang and speculators have the same weights, 
 """
 
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +22,10 @@ from pagewise_executor.models.families import join_rope
 from pagewise_executor.models.fused import FusedDecoderLayer, NormWeight, sum_of_one
 from pagewise_executor.models.llama import LlamaDecoderLayer, RMSNorm, RotaryEmbedding
 from pagewise_executor.models.llama_config import Count, LlamaConfig, NotReadableError
-from pagewise_executor.models.loader import NO_SEGMENTS, LoadedModel, fingerprint
-from pagewise_executor.models.mtp import draft_model_config
+from pagewise_executor.models.loader import LoadedModel, fingerprint
 from pagewise_executor.models.operations import Operations
 from pagewise_executor.models.preparation import operations_of, replace_linears
 from pagewise_executor.models.weight_files import checked_headers, open_weights, weight_files
-
-log = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.")
 _PREFIX = re.compile(r"^model\.")
@@ -191,23 +187,6 @@ def taken_layers(config: EagleConfig, num_layers: int) -> tuple[int, ...]:
     if not taken or taken[0] < 0 or taken[-1] >= num_layers:
         raise ModelError(f"the EAGLE-3 head takes the inputs of layers {list(taken)} of a model with {num_layers}")
     return taken
-
-
-def add_head(config: ExecutorConfig, loaded: LoadedModel) -> None:
-    """Load the head that the option names, if it names one, and let the model ``loaded`` have it.
-
-    Raises:
-        ModelError: it cannot be read, or does not fit the model.
-    """
-    wanted = draft_model_config(config)
-    if wanted is None or wanted.method != "eagle3":
-        return
-    loaded.draft = head = load_head(config, wanted, loaded)
-    loaded.sources = [*(loaded.sources or range(len(loaded.layers))), len(loaded.layers)]
-    loaded.attention, loaded.layers = [*loaded.attention, head.attention], [*loaded.layers, head.shape]
-    loaded.rotations, loaded.no_segments = [], NO_SEGMENTS
-    loaded.fingerprint += head.fingerprint
-    log.info("%s drafts up to %d tokens", wanted.model, head.most)
 
 
 def load_head(config: ExecutorConfig, wanted: DraftModelConfig, loaded: LoadedModel) -> EagleHead:

@@ -35,7 +35,7 @@ from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.long_rope import FixedRope
-from pagewise_executor.models.mtp import MtpLayer, add_mtp_layer, has_mtp
+from pagewise_executor.models.mtp import add_mtp_layer, has_mtp
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_SEGMENTS = "the KV of its draft model cannot be moved: it depends on the token behind each token"
 _VOLATILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation_autoset"}
 
 
@@ -69,7 +68,7 @@ class LoadedModel:
     moved to other positions. ``recurrent``: the layers that keep states, in order. ``ranks``: hold a part of the model
     each; the model, ``layers`` and ``recurrent`` are this rank's, the other properties the whole model's. ``shards``:
     the division among ranks; None: there is one rank. ``rope``: the result of ``fix_rope``. ``draft``: drafts for the
-    model; its attention module is the last of ``attention``.
+    model, see ``add_draft_model``; its attention module is the last of ``attention``.
     """
 
     model: torch.nn.Module
@@ -124,11 +123,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
-    text = model_config.get_text_config(decoder=True)
-    if has_mtp(config):
-        add_mtp_layer(config, text, readable=checkpoint is None and quantised is None)
-    check_supported(config.model, model_config, text)
-    check_latents(config, text)
+    text = _checked_text(config, model_config, readable=checkpoint is None and quantised is None)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
     skeleton, recurrent = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
     whole = copy.deepcopy(model_config)
@@ -167,19 +162,30 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     if device.type == "cuda":
         choose_few_rows(model)
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
-    draft: DraftModel | None = None
-    if has_mtp(config):
-        draft = MtpLayer(config, model, text, headers, dtype, device, attention[-1])
-        rotations, no_segments = [], NO_SEGMENTS
     return LoadedModel(
         model=model,
-        fingerprint=fingerprint(path, files) + _variant(config, model, rope.length) + "-mtp" * (draft is not None),
+        fingerprint=fingerprint(path, files) + _variant(config, model, rope.length),
         weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
         attention=attention, layers=layers, kernels=kernels, fallback=fallback,
         rotations=[rotation for layer, rotation in enumerate(rotations) if sources[layer] == layer],
         no_segments=no_segments, ranks=ranks, shards=shards, rope=rope, sources=sources, recurrent=recurrent,
-        draft=draft,
     )  # fmt: skip
+
+
+def _checked_text(config: ExecutorConfig, model_config: Any, *, readable: bool) -> Any:
+    """Return the configuration of the language model, with its MTP layer if that is to draft.
+
+    ``readable``: as of ``add_mtp_layer``.
+
+    Raises:
+        ModelError: it is of a kind that is not served.
+    """
+    text = model_config.get_text_config(decoder=True)
+    if has_mtp(config):
+        add_mtp_layer(config, text, readable=readable)
+    check_supported(config.model, model_config, text)
+    check_latents(config, text)
+    return text
 
 
 def _tried(config: ExecutorConfig, model_config: Any, dtype: torch.dtype) -> Tried:

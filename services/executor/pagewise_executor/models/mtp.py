@@ -60,26 +60,24 @@ def add_mtp_layer(config: ExecutorConfig, text: Any, *, readable: bool) -> None:
 
 
 class MtpLayer(DraftModel):
-    """The MTP layer of a model, which was loaded with this layer as its last one, and loses it.
+    """The MTP layer of a model, which was loaded with this layer as its last one, and loses it. ``name``: of the model.
 
     ``headers``: of the files, which have the weights around the layer. ``attention``: of the layer.
     """
 
     def __init__(
-        self, config: ExecutorConfig, model: Any, text: Any, headers: Headers, dtype: torch.dtype, device: torch.device,
-        attention: nn.Module,
+        self, name: str, wanted: DraftModelConfig, model: Any, headers: Headers, dtype: torch.dtype,
+        device: torch.device, attention: nn.Module,
     ) -> None:  # fmt: skip
-        wanted = draft_model_config(config)
-        assert wanted is not None
         self.attention, self.most = attention, wanted.num_speculative_tokens
         self.most_rows = wanted.disable_by_batch_size or 0
-        decoder = model.get_decoder()
+        decoder, text = model.get_decoder(), model.config.get_text_config(decoder=True)
         layers = decoder.layers
         number = len(layers) - 1
         self._block, decoder.layers = layers[number], nn.ModuleList(layers[:number])
         text.num_hidden_layers = number
         self._rotary, self._embedding, self._head = decoder.rotary_emb, model.get_input_embeddings(), model.lm_head
-        read = _read(config.model, headers, f"model.layers.{number}.", dtype, device)
+        read = _read(name, headers, f"model.layers.{number}.", dtype, device)
         norms = (read["enorm.weight"], read["hnorm.weight"], read["shared_head.norm.weight"])
         self._embedding_norm, self._hidden_norm, self._norm = norms
         self._project, self._eps = read["eh_proj.weight"], float(text.rms_norm_eps)

@@ -129,10 +129,7 @@ def load_with_transformers(
             model, shards, differences, recurrent = _load_part(
                 config, whole, part, headers, dtype, ranks, text_name if is_text_part(path, part) else str
             )
-    if has_mtp(config):  # the layer that drafts reads them
-        unused = [name for name in differences.unexpected if not is_around_mtp(name)]
-        differences = differences._replace(unexpected=unused)
-    check_differences(config.model, headers, differences)
+    check_differences(config.model, headers, _without_mtp(config, differences))
     model.eval().requires_grad_(False).to(device)
     rope = fix_rope(model, max_model_len)
     fix_temperature(config.model, model)
@@ -141,6 +138,13 @@ def load_with_transformers(
     if config.kv_dtype == "auto":
         store_once(model)
     return model, shards, rope, recurrent
+
+
+def _without_mtp(config: ExecutorConfig, found: Differences) -> Differences:
+    """Return the differences without the tensors that the layer that drafts reads."""
+    if not has_mtp(config):
+        return found
+    return found._replace(unexpected=[name for name in found.unexpected if not is_around_mtp(name)])
 
 
 def _load_text(

@@ -1,0 +1,36 @@
+"""Adds the draft model that an option asks for to the model that it drafts for."""
+
+import logging
+
+from pagewise_shared.config import ExecutorConfig
+
+from pagewise_executor.models.eagle3 import load_head
+from pagewise_executor.models.loader import LoadedModel
+from pagewise_executor.models.mtp import MtpLayer, draft_model_config
+from pagewise_executor.models.weight_files import checked_headers
+
+log = logging.getLogger(__name__)
+
+_NO_SEGMENTS = "the KV of its draft model cannot be moved: it depends on the token behind each token"
+
+
+def add_draft_model(config: ExecutorConfig, loaded: LoadedModel) -> None:
+    """Let the model ``loaded`` have the draft model that the option asks for, if it asks for one.
+
+    Raises:
+        ModelError: it cannot be read, or does not fit the model.
+    """
+    wanted = draft_model_config(config)
+    if wanted is None:
+        return
+    if wanted.method == "mtp":
+        headers, attention = checked_headers(loaded.weight_files), loaded.attention[-1]
+        loaded.draft = MtpLayer(config.model, wanted, loaded.model, headers, loaded.dtype, loaded.device, attention)
+        loaded.fingerprint += "-mtp"
+    else:
+        loaded.draft = head = load_head(config, wanted, loaded)
+        loaded.sources = [*(loaded.sources or range(len(loaded.layers))), len(loaded.layers)]
+        loaded.attention, loaded.layers = [*loaded.attention, head.attention], [*loaded.layers, head.shape]
+        loaded.fingerprint += head.fingerprint
+    loaded.rotations, loaded.no_segments = [], _NO_SEGMENTS
+    log.info("drafts of up to %d tokens by %s", wanted.num_speculative_tokens, wanted.model or "the MTP layer")
