@@ -139,8 +139,7 @@ class ModelRunner:
         self._forward_pass, self._graphs = chosen.forward_pass, chosen.graphs
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
-        draft = loaded.draft
-        self._proposer = Proposer(draft, self._forward_pass, self._device) if draft is not None else None
+        self._proposer = Proposer(loaded.draft, self._forward_pass, self._device) if loaded.draft is not None else None
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
         block_format = self._add_tiers(config, loaded, kv_dtype, host_folder)

@@ -30,7 +30,7 @@ from pagewise_shared.config.reading import (
     secret_variables,
     to_argv,
 )
-from pagewise_shared.config.speculative import DraftModelConfig, SpeculativeConfig, parse_speculative
+from pagewise_shared.config.speculative import DraftModelConfig, SpeculativeConfig, parse_speculative, prompt_lookup
 
 __all__ = [
     "DEFAULT_BATCHED_TOKENS",
@@ -55,6 +55,7 @@ __all__ = [
     "parse_kv_events",
     "parse_size",
     "parse_speculative",
+    "prompt_lookup",
     "secret_variables",
     "size_text",
     "to_argv",

@@ -93,6 +93,16 @@ def parse_speculative(text: str) -> SpeculativeConfig | DraftModelConfig:
     return config
 
 
+def prompt_lookup(text: str | None) -> SpeculativeConfig | None:
+    """Return how ``--speculative-config`` lets the scheduler look up drafts; None: it does not.
+
+    Raises:
+        ConfigError: see ``parse_speculative``.
+    """
+    found = parse_speculative(text) if text else None
+    return found if isinstance(found, SpeculativeConfig) else None
+
+
 def _with_model(config: DraftModelConfig, name: str) -> DraftModelConfig:
     if (config.method == "eagle3") != (config.model is not None):
         needs = "needs the model that drafts" if config.model is None else "has its model in the checkpoint: name none"

@@ -10,8 +10,7 @@ from pagewise_shared.config import (
     DEFAULT_BATCHED_TOKENS,
     DEFAULT_NUM_SEQS,
     SchedulerConfig,
-    SpeculativeConfig,
-    parse_speculative,
+    prompt_lookup,
 )
 from pagewise_shared.curve import Keys
 from pagewise_shared.errors import ProtocolError
@@ -112,8 +111,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self.on_leaving: Callable[[ExecutorHandle, float], None] = lambda executor, seconds: None
         self.router: Router
         self._config = config
-        speculative = parse_speculative(config.speculative_config) if config.speculative_config else None
-        self._speculative = speculative if isinstance(speculative, SpeculativeConfig) else None
+        self._speculative = prompt_lookup(config.speculative_config)
         self._virtual_tokens = VirtualTokens()
         # All executors share these. A request may be placed on another executor than before, so lost blocks are shared.
         self._eviction: Eviction = UseHistory() if config.eviction == "cost" else config.eviction
@@ -271,9 +269,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         longest = hello.max_model_len if config.max_model_len == "auto" else config.max_model_len
         budget = _limit(config.max_num_batched_tokens, hello.max_num_batched_tokens, DEFAULT_BATCHED_TOKENS)
         return Scheduler(
-            features=FeatureOptions(
-                hello.adapters, hello.max_grammars, self._speculative, hello.max_proposed, hello.max_proposing
-            ),
+            features=FeatureOptions.of(hello, self._speculative),
             model_fingerprint=hello.model_fingerprint,
             num_blocks=hello.num_blocks,
             block_size=hello.block_size,

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pagewise_shared.config.speculative import SpeculativeConfig
-from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity, Message
+from pagewise_shared.protocol import NO_ADAPTERS, AdapterCapacity, Hello, Message
 
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.requests.request import Request
@@ -43,6 +43,11 @@ class FeatureOptions:
     speculative: SpeculativeConfig | None = None
     max_proposed: int = 0
     max_proposing: int = 0
+
+    @classmethod
+    def of(cls, hello: Hello, speculative: SpeculativeConfig | None) -> "FeatureOptions":
+        """Return those that an executor has told."""
+        return cls(hello.adapters, hello.max_grammars, speculative, hello.max_proposed, hello.max_proposing)
 
 
 class Features:
