@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from pagewise_shared.gguf_model import TRANSFORMERS
+from pagewise_shared.gguf_tokenizer import TRANSFORMERS
 from tokenizers import pre_tokenizers
 
 from tests.model_builders import build_model
@@ -31,13 +31,15 @@ _LEAST, _MOST = 2.0**-24, 65504.0
 
 def build_gguf(
     path: Path, family: str = "llama", kind: str | Callable[[str], str] = "Q4_0", fields: Mapping[str, Any] = {},
-    skip: str = "", only: str | tuple[str, ...] = "", big_endian: bool = False, **settings: Any,
+    skip: str = "", only: str | tuple[str, ...] = "", big_endian: bool = False,
+    split: str = "qwen2", spaces: bool | None = None, **settings: Any,
 ) -> Any:  # fmt: skip
     """Write a model of random weights to the file ``path``, and return the model before its weights were rounded.
 
     ``kind``: the format of matrices, or a function from the name of one to it. ``fields``: more fields of the file, or
     others, by their keys without the architecture; None: the file has none. ``skip``: a tensor that is left out.
-    ``only``: the beginnings of the names of those that are written.
+    ``only``: the beginnings of the names of those that are written. ``split``: how a byte-level tokenizer splits texts.
+    ``spaces``: the tokenizer is one of SentencePiece, and says whether it adds a space before texts.
     """
     if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS:
         pytest.skip(f"transformers {transformers.__version__} is too old for GGUF files")
@@ -63,7 +65,10 @@ def build_gguf(
         if value is not None:
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
             add(key if key.startswith("split.") else f"{name}.{key}", value)
-    _add_tokenizer(writer, config.vocab_size)
+    if spaces is None:
+        _add_tokenizer(writer, config.vocab_size, split)
+    else:
+        _add_sentencepiece(writer, config.vocab_size, prefix=spaces)
     arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = config.tie_word_embeddings
@@ -86,14 +91,14 @@ def build_gguf(
     return model
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int, split: str) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = ["t h", "th e", "i n"]
     tokens = ["<bos>", "<eos>", "<end>", *alphabet, *("".join(merge.split()) for merge in merges)]
     tokens += [f"[PAD{n}]" for n in range(len(tokens), vocab_size)]
     kinds = [3, 3, 3, *[1] * (len(alphabet) + len(merges))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds + [5] * (vocab_size - len(kinds)))
     writer.add_token_merges(merges)
@@ -102,6 +107,20 @@ def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     writer.add_eot_token_id(2)
     writer.add_add_bos_token(True)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}<end>{% endfor %}")
+
+
+def _add_sentencepiece(writer: gguf.GGUFWriter, vocab_size: int, *, prefix: bool) -> None:
+    pieces = ["\u2581t", "he", "\u2581the", "\u2581", "t", "h", "e"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    count = vocab_size - len(tokens)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens + [f"[PAD{n}]" for n in range(count)])
+    writer.add_token_scores([0.0] * 259 + [-float(n) for n in range(len(pieces))] + [-1e4] * count)
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces) + [5] * count)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(prefix)
 
 
 def _rope(config: Any) -> Mapping[str, Any]:

@@ -41,7 +41,9 @@ _MORE_KEYS = {
     "rope.freq_base", "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
     "rope.scaling.type", "tensor_data_layout", "vocab_size",
 }  # fmt: skip
-_GEMMA_KEYS = {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+_GEMMA_KEYS = {
+    "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "rope.freq_base_swa"
+}  # fmt: skip
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 and later compute the factors of RoPE."""
 
@@ -118,7 +120,7 @@ def _set_gemma(config: dict[str, Any], own: Mapping[str, Any], family: _Family) 
         "final_logit_softcapping": own.get("final_logit_softcapping", 30.0 if second else None),
     }
     if not second:
-        local = {"rope_type": "default", "rope_theta": 10_000.0}
+        local = {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", 10_000.0)}
         config["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
     del config["hidden_act"]
 

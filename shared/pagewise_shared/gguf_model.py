@@ -20,6 +20,7 @@ import msgspec
 
 from pagewise_shared.errors import ModelError
 from pagewise_shared.gguf_config import config_of
+from pagewise_shared.gguf_tokenizer import write_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +28,6 @@ TABLE = "gguf.json"
 """The name of the table in the folder."""
 FORM = 1
 """Of folders. Those of another form are not read."""
-TRANSFORMERS = (5, 23)
-"""The first version whose tokenizers have been compared with llama.cpp's. Those of 5.13 leave out the first token."""
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf$")
 
 
@@ -151,7 +150,7 @@ def _fill(folder: Path, files: list[Path]) -> None:
                        _factors(files, tensors))  # fmt: skip
     if any(tensor.kind not in ("F32", "F16", "BF16") for tensor in tensors.values()):
         config["quantization_config"] = {"quant_method": "gguf"}  # which other services know quantised models by
-    _write_tokenizer(folder, files[0], config["vocab_size"])
+    write_tokenizer(folder, files[0], fields, config["vocab_size"])
     ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     generation = {"eos_token_id": sorted({end for end in ends if end is not None})}
     table = GgufTable(fields["general.architecture"], {file.name: file.stat().st_size for file in files}, tensors)
@@ -198,22 +197,3 @@ def _factors(files: list[Path], tensors: dict[str, GgufTensor]) -> list[float] |
     file = next(file for file in files if file.name == found.file)
     factors: list[float] = np.fromfile(file, np.float32, found.size // 4, offset=found.start).tolist()
     return factors
-
-
-def _write_tokenizer(folder: Path, file: Path, vocab_size: int) -> None:
-    import transformers
-
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS:
-        wanted = ".".join(map(str, TRANSFORMERS))
-        raise ModelError(f"{file}: GGUF files need transformers {wanted}, and {transformers.__version__} is installed")
-    try:
-        from transformers import PreTrainedTokenizerFast
-
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # of many kinds; an ImportError where torch is not installed
-        raise ModelError(f"{file}: its tokenizer cannot be read: {str(error).splitlines()[0]}") from error
-    # The classes of transformers add special tokens of their own behind the vocabulary, for which there are no weights.
-    settings = json.loads((folder / "tokenizer.json").read_text())
-    settings["added_tokens"] = [token for token in settings["added_tokens"] if token["id"] < vocab_size]
-    (folder / "tokenizer.json").write_text(json.dumps(settings))

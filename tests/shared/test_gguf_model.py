@@ -83,6 +83,27 @@ def test_the_tokenizer_is_that_of_the_file(file: Path) -> None:
     assert "{{ m.content }}<end>" in (folder / "chat_template.jinja").read_text()
 
 
+@pytest.mark.parametrize(
+    ("spaces", "expected"), [(True, "<s> \u2581the </s> \u2581the"), (False, "<s> t he </s> t he")]
+)
+def test_spaces_are_those_of_llama_cpp(spaces: bool, expected: str, tmp_path: Path) -> None:
+    build_gguf(tmp_path / "m.gguf", "llama", "Q8_0", spaces=spaces, num_hidden_layers=1)
+    backend = tokenizers.Tokenizer.from_file(str(resolve_model(str(tmp_path / "m.gguf")) / "tokenizer.json"))
+    encoded = backend.encode("the</s>the")
+    assert encoded.tokens == expected.split()
+    assert backend.decode(encoded.ids[1:2] if spaces else encoded.ids[1:3]) == "the"
+    assert backend.encode(" the").tokens[-2:] == (["\u2581", "\u2581the"] if spaces else ["<s>", "\u2581the"])
+
+
+def test_words_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    build_gguf(tmp_path / "m.gguf", "llama", "Q8_0", split="smollm", num_hidden_layers=1)
+    backend = tokenizers.Tokenizer.from_file(str(resolve_model(str(tmp_path / "m.gguf")) / "tokenizer.json"))
+    pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("in 12 then")]
+    assert pieces == ["in", "\u0120", "1", "2", "\u0120then"]
+    build_gguf(tmp_path / "m.gguf", "llama", "Q8_0", split="deepseek-llm", num_hidden_layers=1)
+    assert "and this one is gpt2, deepseek-llm" in refused(tmp_path / "m.gguf")
+
+
 def test_split_files_are_one_model(file: Path) -> None:
     parts = [file.with_name(f"part-0000{n}-of-00002.gguf") for n in (1, 2)]
     shutil.copy(file, parts[0])
