@@ -8,6 +8,18 @@
 
 INLINE long small_bytes(long dim, int bits) { return bits == 8 ? dim + 4 : bytes_of(dim, INT4); }
 
+// Loads and stores of n values, at most VEC: whole vectors are not copied by a call.
+INLINE floats load_up_to(const void *p, long i, long n, int bf16) {
+  return n >= VEC ? load(p, i, bf16) : load_some(p, i, n, bf16);
+}
+
+INLINE void store_up_to(void *p, long i, floats x, long n, int bf16) {
+  if (n >= VEC)
+    store(p, i, x, bf16);
+  else
+    store_some(p, i, x, n, bf16);
+}
+
 // Make ``x`` [dim] of a vector in ``bits``.
 INLINE void read_small(const uint8_t *from, long dim, int bits, float *x) {
   float scale = 1;
@@ -17,8 +29,11 @@ INLINE void read_small(const uint8_t *from, long dim, int bits, float *x) {
       store(x, d, load_int4(from, d), 0);
     } else {
       bytes y = {};
-      memcpy(&y, from + d, smaller(VEC, dim - d));
-      store_some(x, d, __builtin_convertvector(y, floats) * scale, smaller(VEC, dim - d), 0);
+      if (dim - d >= VEC)
+        memcpy(&y, from + d, VEC);
+      else
+        memcpy(&y, from + d, dim - d);
+      store_up_to(x, d, __builtin_convertvector(y, floats) * scale, dim - d, 0);
     }
   }
 }
@@ -29,7 +44,7 @@ INLINE void shrink(const char *from, uint8_t *to, long vectors, long dim, int bi
     float x[MAX_KEY], back[MAX_KEY], scale;
     floats square = {}, wrong = {};
     for (long d = 0; d < dim; d += VEC)
-      store_some(x, d, load_some(from, v * dim + d, smaller(VEC, dim - d), bf16), smaller(VEC, dim - d), 0);
+      store_up_to(x, d, load_up_to(from, v * dim + d, dim - d, bf16), dim - d, 0);
     uint8_t *small = to + v * small_bytes(dim, bits);
     if (bits == 4) {
       store_int4(x, dim, small);
@@ -39,8 +54,8 @@ INLINE void shrink(const char *from, uint8_t *to, long vectors, long dim, int bi
     }
     read_small(small, dim, bits, back);
     for (long d = 0; d < dim; d += VEC) {
-      floats y = load_some(x, d, smaller(VEC, dim - d), 0);
-      floats by = y - rounded(load_some(back, d, smaller(VEC, dim - d), 0), bf16);
+      floats y = load_up_to(x, d, dim - d, 0);
+      floats by = y - rounded(load_up_to(back, d, dim - d, 0), bf16);
       square += y * y;
       wrong += by * by;
     }
@@ -70,7 +85,7 @@ INLINE void widen_block(const uint8_t *from, char *to, long vectors, long dim, i
     float x[MAX_KEY];
     read_small(from + v * small_bytes(dim, bits), dim, bits, x);
     for (long d = 0; d < dim; d += VEC)
-      store_some(to, v * dim + d, load_some(x, d, smaller(VEC, dim - d), 0), smaller(VEC, dim - d), bf16);
+      store_up_to(to, v * dim + d, load_up_to(x, d, dim - d, 0), dim - d, bf16);
   }
 }
 
