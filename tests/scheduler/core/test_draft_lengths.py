@@ -145,9 +145,10 @@ def test_a_busy_executor_drafts_nothing_and_drafts_again_when_it_is_less_busy() 
 
 def test_prompts_are_taken_only_if_drafts_may_pay() -> None:
     lengths = DraftLengths(3, SLOW_TOKENS)
-    assert [lengths.pays(count) for count in (1, 30)] == [False, False]
+    assert [lengths.pays(count, 9, 500) for count in (1, 30)] == [False, False]
     lengths = DraftLengths(3, Costs(step=10e-3, token=1e-3))
-    assert [lengths.pays(count) for count in (1, 30)] == [True, False]
+    assert [lengths.pays(count, 9, 500) for count in (1, 30)] == [True, False]
+    assert not lengths.pays(1, prompt=5000, output=10)
     scheduler = create_scheduler(num_blocks=400, max_proposed=3, costs=SLOW_TOKENS)
     scheduler.add(create_request(prompt=90, max_tokens=30))
     while (plan := scheduler.schedule(0.0)) is not None:

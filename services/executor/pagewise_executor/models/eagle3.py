@@ -200,7 +200,7 @@ def load_head(config: ExecutorConfig, wanted: DraftModelConfig, loaded: LoadedMo
     head, tensors = files.config, files.tensors
     taken = taken_layers(head, len(decoder_layers(loaded.model)))
     embedding: nn.Module = loaded.model.get_input_embeddings()  # type: ignore[operator]
-    size = int(embedding.weight.shape[1])  # type: ignore[union-attr, index]
+    size = int(embedding.weight.shape[1])  # type: ignore[index]
     weights = _Weights(head, len(taken) * (head.target_hidden_size or size)).eval().requires_grad_(False)
     if (own := tensors.pop("embed_tokens.weight", None)) is not None:
         embedding = nn.Embedding.from_pretrained(own)  # type: ignore[no-untyped-call]

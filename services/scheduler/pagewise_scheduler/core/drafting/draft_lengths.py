@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.tiers.cost_model import Costs, OnlineLine
 
-_FIRST = 0.6
+_FIRST = 0.5
 """The share of drafted tokens that are expected to be right before any was measured, if those before them are."""
 _FOLLOWS, _FOLLOWS_ALL = 0.2, 0.02
 """The weight of a measurement in the share of its sequence, and in that of all sequences."""
@@ -68,6 +68,11 @@ class StepTimes:
         self._returned.clear()
         self._last = None
 
+    @property
+    def drafted_token(self) -> float:
+        """Seconds that a token takes in the draft model."""
+        return self._line.constants[-1]
+
     def seconds(self, size: StepSize) -> float:
         """Seconds of such a step."""
         return max(1e-9, self._line.predict(1, *size))
@@ -117,17 +122,19 @@ class DraftLengths:
         for place in range(min(drafted, accepted + 1, self.most)):
             self._all[place] += _FOLLOWS_ALL * ((place < accepted) - self._all[place])
 
-    def pays(self, num_running: int) -> bool:
-        """Whether drafts are expected to pay for new sequences, where so many run and all are like them."""
+    def pays(self, num_running: int, prompt: int, output: int) -> bool:
+        """Whether drafts are expected to pay for new sequences, where so many run and all are like them.
+
+        ``prompt``: tokens that the draft model takes before it drafts. ``output``: tokens of the output, at most.
+        """
         times, gain, tokens = self.times, 1.0, 1.0
-        least = 1 / times.seconds(StepSize(num_running, 0, 0))
+        each = least = times.seconds(StepSize(num_running, 0, 0))
         for passes, share in enumerate(self._all, 1):
             gain *= share
             tokens += gain
             size = StepSize((1 + passes) * num_running, passes, passes * num_running)
-            if tokens / times.seconds(size) > least:
-                return True
-        return False
+            least = min(least, times.seconds(size) / tokens)
+        return output * (each - least) > num_running * prompt * times.drafted_token
 
     def choose(
         self, candidates: Mapping[RequestSequence, tuple[Acceptance, int]], num_running: int, most: int

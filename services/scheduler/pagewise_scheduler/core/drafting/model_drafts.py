@@ -84,9 +84,12 @@ class ModelDrafts:
     def _begin(self, computed: list[RequestSequence]) -> None:
         """Let the draft model take the prompts of sequences that begin, if drafts are expected to pay now."""
         running = self._scheduler.num_running
-        if begun := [one for one in computed if one not in self._expected]:
-            pays = running <= self.most_running and self._lengths.pays(running)
-            self._expected |= {one: self._lengths.new() if pays else None for one in begun}
+        for sequence in computed:
+            if sequence not in self._expected:
+                prompt = sequence.num_tokens - sequence.num_computed_tokens
+                output = sequence.max_num_tokens - sequence.num_tokens
+                pays = running <= self.most_running and self._lengths.pays(running, prompt, output)
+                self._expected[sequence] = self._lengths.new() if pays else None
 
     def returned(self, step: "StepInFlight") -> None:
         """Keep the drafts that a step proposes, and learn its size."""

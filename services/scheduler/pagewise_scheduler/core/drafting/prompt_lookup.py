@@ -37,7 +37,7 @@ class PromptLookup:
 
     def __init__(self, config: SpeculativeConfig, decoding: "DecodeSet", most_of: Most) -> None:
         self._config, self._decoding, self._most_of = config, decoding, most_of
-        self.most_tokens, self.most_running = config.num_speculative_tokens, config.disable_by_batch_size
+        self.most_tokens, self.most_running = config.num_speculative_tokens, float(config.disable_by_batch_size)
         self._awaited: RequestSequence | None = None
 
     def waits(self) -> bool:
