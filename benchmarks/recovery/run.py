@@ -26,7 +26,7 @@ from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_scheduler.core.tiers.recovery_plan import Recovery, RecoveryMode
 from pagewise_scheduler.server.executor_checks import copy_costs
 from pagewise_shared.config import ExecutorConfig
-from pagewise_shared.protocol import AdapterLoaded, Copied, Found, GrammarCompiled, LookUp, RequestParams, Welcome
+from pagewise_shared.protocol import Copied, Found, LookUp, Message, RequestParams, Welcome
 from pagewise_shared.sampling import SamplingParams
 from tqdm import tqdm
 
@@ -94,7 +94,7 @@ class Bench:
         self.found: queue.SimpleQueue[Found] = queue.SimpleQueue()
         self.runner.report_to(self._report)
 
-    def _report(self, message: Copied | Found | AdapterLoaded | GrammarCompiled) -> None:
+    def _report(self, message: Message) -> None:
         if isinstance(message, Found):
             self.found.put(message)
         elif isinstance(message, Copied):

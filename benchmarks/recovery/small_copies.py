@@ -20,7 +20,7 @@ import torch
 import transformers
 from pagewise_kernels.cpu.small_blocks import SmallBlocks
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
-from pagewise_shared.protocol import DEVICE, AdapterLoaded, Copied, Found, GrammarCompiled
+from pagewise_shared.protocol import Copied, DEVICE, Message
 
 from benchmarks.record import record_file, write_record
 from benchmarks.recovery.run import Bench, build_model, prompt_of
@@ -35,7 +35,7 @@ class _Timed(Bench):
 
     copying = 0.0
 
-    def _report(self, message: Copied | Found | AdapterLoaded | GrammarCompiled) -> None:
+    def _report(self, message: Message) -> None:
         if isinstance(message, Copied) and message.target == DEVICE:
             self.copying += message.elapsed_us * 1e-6
         super()._report(message)
@@ -112,7 +112,7 @@ def main() -> None:
         for link in [*args.links, None]:
             benches: dict[str, _Timed] = {}
             for kind in _TYPES:
-                options = {"disk_cache": str(path / "disk")} if link is None else {}
+                options: dict[str, Any] = {"disk_cache": str(path / "disk")} if link is None else {}
                 bandwidth = link * 1e9 if link is not None else None
                 benches[kind] = _Timed(path, bandwidth, args.tokens, tier_dtype=kind, **options)
             sizes = {kind: _bytes_of_block(bench, kind) for kind, bench in benches.items()}

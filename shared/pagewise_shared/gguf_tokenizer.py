@@ -40,7 +40,7 @@ def write_tokenizer(folder: Path, file: Path, fields: Mapping[str, Any], vocab_s
     try:
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name)  # nosec B615 # a local folder
         tokenizer.save_pretrained(folder)
     except Exception as error:  # of many kinds; an ImportError where torch is not installed
         raise ModelError(f"{file}: its tokenizer cannot be read: {str(error).splitlines()[0]}") from error

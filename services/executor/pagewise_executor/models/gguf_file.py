@@ -17,7 +17,7 @@ from pagewise_shared.gguf_model import GgufTable, GgufTensor, read_table
 
 from pagewise_executor.models.gguf_weight import FORMATS, unpack
 
-_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}  # nosec B105 # no secret
 _OF_LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
