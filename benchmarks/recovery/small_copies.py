@@ -20,7 +20,7 @@ import torch
 import transformers
 from pagewise_kernels.cpu.small_blocks import SmallBlocks
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
-from pagewise_shared.protocol import Copied, DEVICE, Message
+from pagewise_shared.protocol import DEVICE, Copied, Message
 
 from benchmarks.record import record_file, write_record
 from benchmarks.recovery.run import Bench, build_model, prompt_of
