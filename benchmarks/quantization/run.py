@@ -19,6 +19,7 @@ import argparse
 import statistics
 import sysconfig
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,12 +80,12 @@ class Formats:
         AttentionInterface.register("rounded", self._attend)
         quantisations: tuple[Quantization, ...] = ("int8", "int4")
         self.make: dict[str, Callable[[], Any]] = {
-            **{name: lambda name=name: self._packed(name) for name in quantisations},
+            **{name: partial(self._packed, name) for name in quantisations},
             "int4 weights": lambda: _replaced(self._packed("int4"), Int4Linear, _ExactInputs),
             "fp8": lambda: self._fp8(Inputs()),
             "fp8 weights": lambda: self._fp8(Inputs(quantised=False)),
             "bfloat16": lambda: self.exact(dtype=torch.bfloat16),
-            **{name: lambda name=name: self._rounded(_KV[name]) for name in _KV},
+            **{name: partial(self._rounded, rounding) for name, rounding in _KV.items()},
         }
 
     def exact(self, **options: Any) -> Any:
@@ -131,8 +132,9 @@ def _prefix(model: Any, ids: torch.Tensor, rounding: Rounding | None) -> Any:
     """Return a cache of the tokens ``ids`` [1, tokens], with K and V rounded as a tier does."""
     cache: Any = DynamicCache(config=model.config)
     model(ids, past_key_values=cache, use_cache=True)
-    for layer in cache.layers if rounding is not None else ():
-        layer.keys, layer.values = rounding(layer.keys), rounding(layer.values)
+    if rounding is not None:
+        for layer in cache.layers:
+            layer.keys, layer.values = rounding(layer.keys), rounding(layer.values)
     return cache
 
 
@@ -140,10 +142,12 @@ def _logits(model: Any, ids: torch.Tensor, recovered: Rounding | None) -> torch.
     """Return the log-probabilities of the tokens behind ``ids`` [1, tokens]: of all, or of the second half behind a
     prefix that was recovered from a tier."""
     if recovered is None:
-        return model(ids).logits[0].float().log_softmax(-1)
-    half = ids.shape[1] // 2
-    cache = _prefix(model, ids[:, :half], recovered)
-    return model(ids[:, half:], past_key_values=cache).logits[0].float().log_softmax(-1)
+        logits: torch.Tensor = model(ids).logits[0]
+    else:
+        half = ids.shape[1] // 2
+        cache = _prefix(model, ids[:, :half], recovered)
+        logits = model(ids[:, half:], past_key_values=cache).logits[0]
+    return logits.float().log_softmax(-1)
 
 
 def _greedy(model: Any, prompt: torch.Tensor, recovered: Rounding | None) -> torch.Tensor:

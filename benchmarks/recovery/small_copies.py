@@ -112,7 +112,7 @@ def main() -> None:
         for link in [*args.links, None]:
             benches: dict[str, _Timed] = {}
             for kind in _TYPES:
-                options = {"disk_cache": str(path / "disk")} if link is None else {}
+                options: dict[str, Any] = {"disk_cache": str(path / "disk")} if link is None else {}
                 bandwidth = link * 1e9 if link is not None else None
                 benches[kind] = _Timed(path, bandwidth, args.tokens, tier_dtype=kind, **options)
             sizes = {kind: _bytes_of_block(bench, kind) for kind, bench in benches.items()}
