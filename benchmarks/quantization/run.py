@@ -85,7 +85,7 @@ class Formats:
             "fp8": lambda: self._fp8(Inputs()),
             "fp8 weights": lambda: self._fp8(Inputs(quantised=False)),
             "bfloat16": lambda: self.exact(dtype=torch.bfloat16),
-            **{name: partial(self._rounded, _KV[name]) for name in _KV},
+            **{name: partial(self._rounded, rounding) for name, rounding in _KV.items()},
         }
 
     def exact(self, **options: Any) -> Any:
@@ -143,11 +143,11 @@ def _logits(model: Any, ids: torch.Tensor, recovered: Rounding | None) -> torch.
     prefix that was recovered from a tier."""
     if recovered is None:
         logits: torch.Tensor = model(ids).logits[0]
-        return logits.float().log_softmax(-1)
-    half = ids.shape[1] // 2
-    cache = _prefix(model, ids[:, :half], recovered)
-    behind: torch.Tensor = model(ids[:, half:], past_key_values=cache).logits[0]
-    return behind.float().log_softmax(-1)
+    else:
+        half = ids.shape[1] // 2
+        cache = _prefix(model, ids[:, :half], recovered)
+        logits = model(ids[:, half:], past_key_values=cache).logits[0]
+    return logits.float().log_softmax(-1)
 
 
 def _greedy(model: Any, prompt: torch.Tensor, recovered: Rounding | None) -> torch.Tensor:

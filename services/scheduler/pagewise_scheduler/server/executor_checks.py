@@ -328,9 +328,3 @@ def _are_logprobs(entries: Sequence[TokenLogprobs], first: int, end: int, hello:
         and max(logprobs) < 1
         and not math.isnan(sum(logprobs))
     )
-
-
-def block_bytes(hello: Hello, tier: int) -> int:
-    """Return the bytes that a block takes in a tier, which may have fewer bits than on the device."""
-    held = (one.block_bytes for one in hello.tiers if one.number == tier)
-    return next(held, 0) or hello.bytes_per_block

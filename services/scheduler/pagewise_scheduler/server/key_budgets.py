@@ -7,12 +7,11 @@ from weakref import WeakKeyDictionary
 
 from pagewise_shared.block_hash import client_salt, salt_tag
 from pagewise_shared.logs import printable
-from pagewise_shared.protocol import HASH_TIERS, MemoryBudget, MemorySize, StoredBudget, tier_name
+from pagewise_shared.protocol import HASH_TIERS, Hello, MemoryBudget, MemorySize, StoredBudget, tier_name
 
 from pagewise_scheduler.core.memory.budgets import Budget
 from pagewise_scheduler.core.tiers.memory_budgets import MemoryBudgets
 from pagewise_scheduler.key_gauges import KeyMemory
-from pagewise_scheduler.server.executor_checks import block_bytes
 from pagewise_scheduler.server.executor_handle import ExecutorHandle
 
 log = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ class KeyBudgets:
         tiers = executor.scheduler.kv.tiers
 
         def blocks(tier: int, size: MemorySize) -> int:
-            each = block_bytes(executor.hello, tier)
+            each = _block_bytes(executor.hello, tier)
             return (size.bytes // each if each else 0) + int(size.share * tiers[tier].num_blocks)
 
         return {
@@ -157,7 +156,7 @@ class KeyBudgets:
             if (memory := self._memories.get(executor)) is None:
                 continue
             for owner, tier, use in memory.uses():
-                each = block_bytes(executor.hello, tier)
+                each = _block_bytes(executor.hello, tier)
                 least, low, high = use.budget
                 found[owner, tier].append(
                     (use.used * each, least * each, low * each, None if high is None else high * each)
@@ -166,3 +165,9 @@ class KeyBudgets:
             used, minima, lows, highs = zip(*values, strict=True)
             high = None if None in highs else sum(highs)
             yield KeyMemory(owner.removeprefix("key:"), tier_name(tier), sum(used), sum(minima), sum(lows), high)
+
+
+def _block_bytes(hello: Hello, tier: int) -> int:
+    """Return the bytes that a block takes in a tier, which may have fewer bits than on the device."""
+    held = (one.block_bytes for one in hello.tiers if one.number == tier)
+    return next(held, 0) or hello.bytes_per_block
