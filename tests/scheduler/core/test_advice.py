@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pagewise_scheduler.core.features.advice import Advice, Outcome
+from pagewise_scheduler.core.features.trust import Trust
 from pagewise_scheduler.core.memory.eviction_history import ENDED, key_of
-from pagewise_scheduler.core.memory.predicted_uses import DOUBTED, HINTED, SHARED
+from pagewise_scheduler.core.memory.predicted_uses import (
+    _MOST_OF_KEY,
+    _MOST_TOLD,
+    HINTS,
+    PEOPLE,
+    SHARED,
+    TOOLS,
+    PredictedUses,
+)
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, block_keys
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.arena import WindowShape
@@ -97,10 +106,83 @@ def test_a_key_that_lies_loses_its_trust_alone() -> None:
         clients.now = 100.0 * number
         clients.turn(prompt(1), "a", "liar", ends=True)
         clients.turn(prompt(2), "b", "honest", returns_in=100.0)
+        clients.turn(prompt(3), "c", "early", returns_in=1.0)
     counts = clients.advice.counts()
-    assert (counts["hints_broken"], counts["hints_kept"]) == (5, 5)
-    sources = {key: clients.advice._trust_of(key).source for key in ("liar", "honest")}
-    assert sources == {"liar": DOUBTED, "honest": HINTED}
+    assert (counts["hints_broken"], counts["hints_kept"]) == (10, 5)
+    assert clients.path(prompt(1))[0].prediction > ENDED, "the session of a key whose ends are mostly broken waits"
+    assert clients.advise("end", "a", "liar").outcome == "refused"
+    assert clients.advise("end", "b", "honest").outcome == "accepted"
+    shares = {key: clients.advice._trust_of(key, ends=key == "liar").share for key in ("liar", "honest", "early")}
+    assert shares["honest"] == 1
+    assert shares["liar"] == shares["early"] == 8 / 9
+
+
+def test_ends_are_kept_if_the_session_stays_away() -> None:
+    clients = Clients()
+    for number in range(9):
+        clients.turn(prompt(number), f"s{number}", ends=True)
+    for now in (599.0, 1200.0):
+        clients.now = now
+        clients.turn(prompt(10), "other")
+        assert clients.advice.counts()["hints_kept"] == (9 if now > 600 else 0)
+    clients.turn(prompt(1), "s1")
+    assert clients.advice.counts()["hints_broken"] == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 1000), st.booleans()), max_size=80))
+def test_broken_hints_are_charged_by_their_blocks(hints: list[tuple[int, bool]]) -> None:
+    trust, truth = Trust(), Trust()
+    for blocks, kept in hints:
+        trust.count(blocks, kept=kept)
+        truth.count(blocks, kept=True)
+    assert truth.share == 1
+    assert 0 < trust.share <= 1
+    if len(hints) < 64 and sum(blocks for blocks, kept in hints if kept) * 2 >= sum(blocks for blocks, _ in hints):
+        assert trust.share == 1
+    before = trust.share
+    trust.count(10_000, kept=False)
+    assert trust.share <= before
+
+
+_OBSERVED = st.lists(
+    st.tuples(st.sampled_from([HINTS, TOOLS, PEOPLE]), st.integers(0, 80), st.floats(0.1, 1e5), st.booleans()),
+    max_size=30,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(0.1, 1e4), min_size=16, max_size=16), _OBSERVED, st.integers(1, 20))
+def test_what_a_key_does_changes_little_for_others(
+    own: list[float], lies: list[tuple[int, int, float, bool]], times: int
+) -> None:
+    """Its hints change nothing. Of its waits, others hear at most ``_MOST_TOLD`` observations, whose weight in a table
+    falls with each observation of the table's own."""
+
+    def told(lied: bool) -> PredictedUses:
+        uses = PredictedUses()
+        for kind, what, seconds, returned in lies * times if lied else ():
+            source = uses.source(kind, f"tool {what}" if kind != HINTS else "", "liar")
+            if returned:
+                uses.returned(uses.time(source, 32.0), seconds)
+            else:
+                uses.reach(uses.time(source, 32.0), seconds)
+        for kind in (HINTS, TOOLS, PEOPLE):
+            source = uses.source(kind, "tool 1" if kind != HINTS else "", "honest")
+            for seconds in own:
+                uses.returned(uses.time(source, 32.0), seconds)
+        return uses
+
+    with_liar, alone = told(True), told(False)
+    for kind in (TOOLS, PEOPLE):
+        assert with_liar._tables[kind]._num_observed <= 2 * _MOST_TOLD
+        source = [uses.source(kind, "tool 1", "honest") for uses in (with_liar, alone)]
+        rates = [uses._tables[number].rates for uses, number in zip((with_liar, alone), source, strict=True)]
+        for one, other, count in zip(*rates, alone._tables[source[1]]._reached, strict=True):
+            assert abs(one - other) <= 4 / (4 + count)
+    hints = [uses.source(HINTS, "", "honest") for uses in (with_liar, alone)]
+    assert with_liar._tables[hints[0]].rates == alone._tables[hints[1]].rates
+    assert len(with_liar._sources.get("liar", ())) <= _MOST_OF_KEY
 
 
 @pytest.mark.parametrize("kind", ["cold", "dontneed"])

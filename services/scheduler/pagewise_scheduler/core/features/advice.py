@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Literal
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.loads_ahead import LoadsAhead
 from pagewise_scheduler.core.features.pins import Pins
+from pagewise_scheduler.core.features.trust import Trust
 from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
 from pagewise_scheduler.core.memory.eviction_history import ENDED
 from pagewise_scheduler.core.memory.predicted_uses import (
-    DOUBTED,
-    HINTED,
+    HINTS,
     PEOPLE,
     SECONDS,
     TOOLS,
@@ -41,8 +41,9 @@ _MOST_SESSIONS, _MOST_RETURNS = 1 << 14, 2
 """Returns of a person to a session that are told apart: who has come back before comes back more often."""
 _LATE, _LEAST_SECONDS, _FORK_SECONDS = 4.0, 0.5, 60.0
 """A hint is kept if the session returns within so many times its seconds. A fork's next use is expected in so many."""
+_END_SECONDS = 600.0
+"""A session that was said to have ended has, if it does not return for so long."""
 _WATCH_SECONDS = 10.0
-_DOUBTED_FROM, _MOST_TRUST = 4, 64
 
 _Name = tuple[str, str | None, str]
 """A session's API key, cache salt and name."""
@@ -63,7 +64,8 @@ class Outcome:
 class Session:
     """A session. ``last``: the last block of its last turn, which left it at ``left`` (seconds).
 
-    ``prediction``: of its return; 0: none. ``due``: the hinted seconds, negative: no hint, or it was judged already.
+    ``prediction``: of its return; 0: none. ``due``: the seconds within which it returns if the hint is kept, or does
+    not if it has ended; negative: no hint, or it was judged already.
     ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``returns``: how often a turn
     came after one that had not. ``parent``: the number of the session with whose blocks it begins; 0: none.
     """
@@ -81,28 +83,6 @@ class Session:
     parent: int = 0
 
 
-@dataclass(slots=True)
-class Trust:
-    """The hints of one API key that were kept and broken. Old ones weigh less."""
-
-    kept: float = 0.0
-    broken: float = 0.0
-
-    @property
-    def source(self) -> int:
-        """The source of predictions from its hints."""
-        return DOUBTED if self.broken >= _DOUBTED_FROM and self.broken > self.kept else HINTED
-
-    def count(self, *, kept: bool) -> None:
-        """Count a hint."""
-        if self.kept + self.broken >= _MOST_TRUST:
-            self.kept, self.broken = self.kept / 2, self.broken / 2
-        if kept:
-            self.kept += 1
-        else:
-            self.broken += 1
-
-
 class Advice(Feature):
     """All sessions and advice of one executor."""
 
@@ -117,7 +97,7 @@ class Advice(Feature):
         self._sessions: OrderedDict[_Name, Session] = OrderedDict()
         self._keys: dict[int, str] = {}
         self._num_sessions = 0
-        self._trust: dict[str, Trust] = {}
+        self._trust: dict[tuple[str, bool], Trust] = {}
         self._pins = Pins(self._kv)
         self._ahead = LoadsAhead(scheduler, self._policy) if self._policy is not None else None
         self._watched, self._demotes = 0.0, False
@@ -137,12 +117,10 @@ class Advice(Feature):
     def entered(self, request: Request) -> None:
         session = self._session(request)
         away = max(self._now, request.placed_at) - session.left  # no step was planned for long if nothing ran
-        if session.prediction == ENDED:
-            self._judge(session, kept=False)
-        elif session.prediction:
+        if session.due >= 0:
+            self._judge(session, kept=session.prediction != ENDED and away <= session.due)
+        if session.prediction > ENDED:
             self._predicted.returned(session.prediction, away, session.counted)
-            if session.due >= 0:
-                self._judge(session, kept=away <= _LATE * session.due)
         session.returns += session.last is not None and not session.called
         session.prediction, session.due = 0, -1.0
 
@@ -154,11 +132,10 @@ class Advice(Feature):
         before, session.last = session.last, last
         session.left, session.request_id = self._now, request.request_id
         session.due, session.counted, session.called = -1.0, 0, sequence.ending % NUM_ENDINGS == TOOL_CALL
-        if reuse.ends:
-            session.prediction = ENDED
-        elif reuse.returns_in >= 0:
-            session.due = max(reuse.returns_in, _LEAST_SECONDS)
-            session.prediction = self._predicted.time(self._trust_of(session.key).source, session.due)
+        if reuse.ends and self._believes_ends(session.key):
+            session.prediction, session.due = ENDED, _END_SECONDS
+        elif reuse.returns_in >= 0 and not reuse.ends:
+            session.prediction, session.due = self._hinted(session.key, reuse.returns_in)
         else:
             session.prediction = self._waits(session)
         self._predicted.ends(last, session.number, session.prediction, session.parent)
@@ -198,11 +175,12 @@ class Advice(Feature):
 
     def _waits(self, session: Session, tools: Sequence[str] = ("",)) -> int:
         """The prediction for a session that waits for tools, the slowest of which decides, or for a person."""
+        key = session.key
         if session.called:
-            source = self._predicted.slowest([self._predicted.waits_for("tool " + name, TOOLS) for name in tools])
+            source = self._predicted.slowest([self._predicted.source(TOOLS, "tool " + name, key) for name in tools])
         else:
             kind = "sub-agent" if session.parent else f"person {min(session.returns, _MOST_RETURNS)}"
-            source = self._predicted.waits_for(kind, PEOPLE)
+            source = self._predicted.source(PEOPLE, kind, key)
         return self._predicted.time(source, SECONDS)
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
@@ -213,12 +191,29 @@ class Advice(Feature):
             for tier in self._kv.tiers.values():
                 tier.offer(node)
 
-    def _trust_of(self, key: str) -> Trust:
-        return self._trust.setdefault(key, Trust())
+    def _hinted(self, key: str, seconds: float) -> tuple[int, float]:
+        """The prediction from a hint that a session returns after so many seconds, and after how many it is broken."""
+        seconds = max(seconds, _LEAST_SECONDS)
+        return self._predicted.time(self._hints_of(key), seconds), _LATE * seconds
+
+    def _hints_of(self, key: str) -> int:
+        """The source of predictions from hints of an API key."""
+        source = self._predicted.source(HINTS, "", key)
+        self._predicted.charge(source, self._trust_of(key, ends=False).share)
+        return source
+
+    def _believes_ends(self, key: str) -> bool:
+        return self._trust_of(key, ends=True).share == 1
+
+    def _trust_of(self, key: str, *, ends: bool) -> Trust:
+        return self._trust.setdefault((key, ends), Trust())
 
     def _judge(self, session: Session, *, kept: bool) -> None:
-        session.due = -1.0
-        self._trust_of(session.key).count(kept=kept)
+        """A hint on a session was kept or broken. Ends are judged on their own: they need no estimate of a time."""
+        session.due, ends = -1.0, session.prediction == ENDED
+        num_blocks = session.last.depth if session.last is not None else 1
+        self._trust_of(session.key, ends=ends).count(num_blocks, kept=kept)
+        self._hints_of(session.key)
         self.num_kept += kept
         self.num_broken += not kept
 
@@ -232,10 +227,10 @@ class Advice(Feature):
         self._watched = now
         self._pins.expire(now)
         for session in self._sessions.values():
+            age = now - session.left
+            if 0 <= session.due < age:
+                self._judge(session, kept=session.prediction == ENDED)
             if session.prediction > ENDED:
-                if session.due >= 0 and now - session.left > _LATE * session.due:
-                    self._judge(session, kept=False)
-                age = now - session.left
                 session.counted = self._predicted.reach(session.prediction, age, session.counted)
                 if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
@@ -331,9 +326,11 @@ class Advice(Feature):
         self, advice: "Advise", session: Session | None, path: list[CachedBlock], own: list[CachedBlock]
     ) -> Outcome:
         """Follow advice on when the blocks ``own`` of a path are used again, or not."""
-        due, source = -1.0, self._trust_of(advice.key).source
+        due = -1.0
         if advice.kind == "end":
-            prediction = ENDED
+            if not self._believes_ends(advice.key):
+                return Outcome("refused", "most sessions of this API key have returned after their ends")
+            prediction, due = ENDED, _END_SECONDS
             self._pins.release(advice.key, own)
             self._drop_snapshots(own)
         elif advice.kind == "called":
@@ -344,11 +341,10 @@ class Advice(Feature):
             own = list(own_blocks(session.last, session.number))
         else:
             seconds = advice.seconds if advice.seconds >= 0 else _FORK_SECONDS
-            due = max(seconds, _LEAST_SECONDS)
-            prediction = self._predicted.time(source, due)
+            prediction, due = self._hinted(advice.key, seconds)
         self._predict(own, prediction)
         if self._ahead is not None and advice.kind == "willneed":
-            self._ahead.want(path[0], self._now + _LATE * due)
+            self._ahead.want(path[0], self._now + due)
         if session is not None:
             session.prediction, session.due, session.left = prediction, due, self._now
             session.counted = 0

@@ -8,11 +8,16 @@ classes (see ``use_history``), so predicted and other blocks wait in one evictio
 Where nobody has said a time, the source is what the session waits for: a tool, or a person. Its predicted time is
 always ``SECONDS``, so its table is the distribution of such waits. What is not known of one tool is taken from all
 tools, and in the same way of people.
+
+Each API key has sources of its own, because a key can lie with hints, with names of tools, and with sessions that
+return or do not. Hints of others change nothing. Of waits, a key learns a little from others while it has few itself,
+and tells them ``_MOST_TOLD`` observations at most.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from math import exp, log2
+from itertools import count
+from math import exp, inf, log2
 
 from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, PREEMPTED
 from pagewise_scheduler.core.memory.eviction_history import ENDED
@@ -20,13 +25,14 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.memory.tick_times import TickTimes
 from pagewise_scheduler.core.memory.use_history import gittins_densities
 
-HINTED, DOUBTED, TOOLS, PEOPLE = range(1, 5)
-"""Sources: hints of clients, hints of API keys most of whose hints were wrong, waits for tools and for people. The
-sources behind them are waits of one kind each."""
+HINTS, TOOLS, PEOPLE = range(1, 4)
+"""Kinds of sources: hints, waits for tools and for people. The sources of these numbers are those of all API keys."""
 SECONDS = 32.0
 """The predicted time of waits: their table tells one second from two, and a day from two."""
-_MOST_WAITS = 256
-"""Kinds of waits that have a table each. Of more, those that were not seen for the longest are forgotten."""
+_MOST_SOURCES, _MOST_OF_KEY = 1024, 64
+"""Sources that have a table each, of all API keys and of one. Of more, those that were not seen for the longest are
+forgotten."""
+_MOST_TOLD = 64
 SHARED = -1
 """The session of blocks that several sessions, or requests without a session, have used."""
 
@@ -53,12 +59,15 @@ def _scale(prediction: int) -> float:
 
 
 class _LifeTable:
-    """The returns of one source by normalised age. ``common``: the table of all sources of its kind."""
+    """The returns of one source by normalised age. ``common``: the table of all sources of its kind; None: what other
+    sources do says nothing about it. ``tells``: that table hears of about so many observations. ``share``: the factor on
+    its densities."""
 
-    def __init__(self, common: "_LifeTable | None" = None) -> None:
+    def __init__(self, common: "_LifeTable | None" = None, tells: float = inf) -> None:
         self._returned, self._reached = [0.0] * _SPANS, [0.0] * _SPANS
         self._num_observed = 0
-        self._common = common
+        self._common, self._tells = common, tells
+        self.share = 1.0
         self.rates = _PRIOR_RATES
         self._learn()
 
@@ -68,7 +77,7 @@ class _LifeTable:
         ``counted``: the spans in which it was counted before. Returns in how many it has been now.
         """
         last = _span(age)
-        if self._common is not None:
+        if self._common is not None and self._num_observed < self._tells:
             self._common.reach(age, counted)
         for span in range(counted, last):
             self._reached[span] += 1
@@ -79,7 +88,7 @@ class _LifeTable:
     def returned(self, age: float, counted: int) -> None:
         """Count a session that returned at this normalised age, and was counted in the spans before as in ``reach``."""
         last = _span(age)
-        if self._common is not None:
+        if self._common is not None and self._num_observed < self._tells:
             self._common.returned(age, counted)
         for span in range(counted, last + 1):
             self._reached[span] += 1
@@ -119,8 +128,9 @@ class PredictedUses:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._tables = {source: _LifeTable() for source in (HINTED, DOUBTED, TOOLS, PEOPLE)}
-        self._waits: OrderedDict[str, int] = OrderedDict()
+        self._tables = {source: _LifeTable() for source in (HINTS, TOOLS, PEOPLE)}
+        self._sources: OrderedDict[str, OrderedDict[tuple[int, str], int]] = OrderedDict()
+        self._numbers = count(PEOPLE + 1)
         self._next: tuple[CachedBlock, int, int, int] | None = None
         self._times = TickTimes()
         self._noted: tuple[int, float] | None = None
@@ -142,21 +152,35 @@ class PredictedUses:
         bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, seconds))))
         return ENDED + source * _BUCKETS + bucket
 
-    def waits_for(self, what: str, of: int) -> int:
-        """Return the source of waits of a kind. ``of``: ``TOOLS`` or ``PEOPLE``."""
-        source = self._waits.get(what)
+    def source(self, kind: int, what: str, key: str) -> int:
+        """Return the source of hints of an API key, or of its waits for one thing. ``kind``: ``HINTS``, ``TOOLS`` or
+        ``PEOPLE``. ``what``: "": all of this kind."""
+        own = self._sources.setdefault(key, OrderedDict())
+        self._sources.move_to_end(key)
+        source = own.get((kind, what))
         if source is None:
-            source = PEOPLE + 1 + len(self._waits)
-            if len(self._waits) >= _MOST_WAITS:
-                source = self._waits.popitem(last=False)[1]
-            self._waits[what] = source
-            self._tables[source] = _LifeTable(self._tables[of])
-        self._waits.move_to_end(what)
+            common = None if kind == HINTS else self._tables[self.source(kind, "", key) if what else kind]
+            if len(own) >= _MOST_OF_KEY:
+                del self._tables[own.pop(next(name for name in own if name[1]))]
+            source = own[kind, what] = next(self._numbers)
+            self._tables[source] = _LifeTable(common, inf if what else _MOST_TOLD)
+            if len(self._tables) > _MOST_SOURCES:
+                self._forget_key()
+        own.move_to_end((kind, what))
         return source
+
+    def _forget_key(self) -> None:
+        """Forget the sources of the API key that was not seen for the longest."""
+        for source in self._sources.popitem(last=False)[1].values():
+            del self._tables[source]
+
+    def charge(self, source: int, share: float) -> None:
+        """Multiply the values of a source's predictions by ``share`` from now on (see ``Trust``)."""
+        self._table(source).share = share
 
     def slowest(self, sources: Iterable[int]) -> int:
         """Return the source whose sessions are worth the least when their waits begin."""
-        return min(sources, key=lambda source: self._tables[source].densities[0])
+        return min(sources, key=lambda source: self._table(source).densities[0])
 
     def ends(self, last: CachedBlock, session: int, prediction: int, parent: int = 0) -> None:
         """The blocks up to ``last``, whose use is counted next, are let go of by a turn of ``session``.
@@ -185,32 +209,37 @@ class PredictedUses:
         if prediction == ENDED:
             return 0.0
         scale = _scale(prediction)
-        density = self._table(prediction).densities[_span(self._age(last_used) / scale)]
+        table = self._table_of(prediction)
+        density = table.share * table.densities[_span(self._age(last_used) / scale)]
         return density / scale / max(_LEAST_RATE, self._blocks / self._seconds)
 
     def probability(self, prediction: int, last_used: int) -> float:
         """The probability that a block is used again."""
         if prediction == ENDED:
             return 0.0
-        return self._table(prediction).probability(self._age(last_used) / _scale(prediction))
+        return self._table_of(prediction).probability(self._age(last_used) / _scale(prediction))
 
     def _age(self, last_used: int) -> float:
         return max(0.0, self.now - self._times.time_of(last_used, self.now))
 
     def reach(self, prediction: int, age: float, counted: int = 0) -> int:
         """Learn that a session has not come back so many seconds after its prediction; see ``_LifeTable.reach``."""
-        return self._table(prediction).reach(age / _scale(prediction), counted)
+        return self._table_of(prediction).reach(age / _scale(prediction), counted)
 
     def returned(self, prediction: int, age: float, counted: int = 0) -> None:
         """Learn that a session came back so many seconds after its prediction."""
-        self._table(prediction).returned(age / _scale(prediction), counted)
+        self._table_of(prediction).returned(age / _scale(prediction), counted)
 
     def is_overdue(self, prediction: int, age: float) -> bool:
         """Whether a session is not waited for any more."""
         return age / _scale(prediction) > MOST_AGE
 
-    def _table(self, prediction: int) -> _LifeTable:
-        return self._tables[(prediction - ENDED) // _BUCKETS]
+    def _table_of(self, prediction: int) -> _LifeTable:
+        return self._table((prediction - ENDED) // _BUCKETS)
+
+    def _table(self, source: int) -> _LifeTable:
+        """The table of a source; that of no source in particular if it was forgotten."""
+        return self._tables.get(source, self._tables[HINTS])
 
 
 def _is_new(block: CachedBlock) -> bool:
