@@ -162,13 +162,13 @@ def test_what_a_key_does_changes_little_for_others(
     def told(lied: bool) -> PredictedUses:
         uses = PredictedUses()
         for kind, what, seconds, returned in lies * times if lied else ():
-            source = uses.source(kind, f"tool {what}" if kind != HINTS else "", "liar")
+            source = uses.source(kind, (f"tool {what}",) if kind != HINTS else (), "liar")
             if returned:
                 uses.returned(uses.time(source, 32.0), seconds)
             else:
                 uses.reach(uses.time(source, 32.0), seconds)
         for kind in (HINTS, TOOLS, PEOPLE):
-            source = uses.source(kind, "tool 1" if kind != HINTS else "", "honest")
+            source = uses.source(kind, ("tool 1",) if kind != HINTS else (), "honest")
             for seconds in own:
                 uses.returned(uses.time(source, 32.0), seconds)
         return uses
@@ -176,11 +176,11 @@ def test_what_a_key_does_changes_little_for_others(
     with_liar, alone = told(True), told(False)
     for kind in (TOOLS, PEOPLE):
         assert with_liar._tables[kind]._num_observed <= 2 * _MOST_TOLD
-        source = [uses.source(kind, "tool 1", "honest") for uses in (with_liar, alone)]
+        source = [uses.source(kind, ("tool 1",), "honest") for uses in (with_liar, alone)]
         rates = [uses._tables[number].rates for uses, number in zip((with_liar, alone), source, strict=True)]
         for one, other, count in zip(*rates, alone._tables[source[1]]._reached, strict=True):
             assert abs(one - other) <= 4 / (4 + count)
-    hints = [uses.source(HINTS, "", "honest") for uses in (with_liar, alone)]
+    hints = [uses.source(HINTS, (), "honest") for uses in (with_liar, alone)]
     assert with_liar._tables[hints[0]].rates == alone._tables[hints[1]].rates
     assert len(with_liar._sources.get("liar", ())) <= _MOST_OF_KEY
 

@@ -10,7 +10,7 @@ of a session releases its windows and states.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pagewise_scheduler.core.features.feature import Feature
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-_MOST_SESSIONS, _MOST_RETURNS = 1 << 14, 2
-"""Returns of a person to a session that are told apart: who has come back before comes back more often."""
+_MOST_SESSIONS, _MOST_THINGS = 1 << 14, 16
+"""Sessions that are known, and things of each of which the longest wait is known."""
 _LATE, _LEAST_SECONDS, _FORK_SECONDS = 4.0, 0.5, 60.0
 """A hint is kept if the session returns within so many times its seconds. A fork's next use is expected in so many."""
 _END_SECONDS = 600.0
@@ -66,8 +66,9 @@ class Session:
 
     ``prediction``: of its return; 0: none. ``due``: the seconds within which it returns if the hint is kept, or does
     not if it has ended; negative: no hint, or it was judged already.
-    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``returns``: how often a turn
-    came after one that had not. ``parent``: the number of the session with whose blocks it begins; 0: none.
+    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``waits_for``: the thing that
+    it waits for; "": a hint is known. ``longest``: the seconds of its longest wait for each thing so far.
+    ``parent``: the number of the session with whose blocks it begins; 0: none.
     """
 
     number: int
@@ -79,7 +80,8 @@ class Session:
     due: float = -1.0
     counted: int = 0
     called: bool = False
-    returns: int = 0
+    waits_for: str = ""
+    longest: dict[str, float] = field(default_factory=dict)
     parent: int = 0
 
 
@@ -121,7 +123,9 @@ class Advice(Feature):
             self._judge(session, kept=session.prediction != ENDED and away <= session.due)
         if session.prediction > ENDED:
             self._predicted.returned(session.prediction, away, session.counted)
-        session.returns += session.last is not None and not session.called
+        thing, longest = session.waits_for, session.longest
+        if thing and (thing in longest or len(longest) < _MOST_THINGS):
+            longest[thing] = max(away, longest.get(thing, 0.0))
         session.prediction, session.due = 0, -1.0
 
     def frees(self, sequence: RequestSequence) -> None:
@@ -132,6 +136,7 @@ class Advice(Feature):
         before, session.last = session.last, last
         session.left, session.request_id = self._now, request.request_id
         session.due, session.counted, session.called = -1.0, 0, sequence.ending % NUM_ENDINGS == TOOL_CALL
+        session.waits_for = ""
         if reuse.ends and self._believes_ends(session.key):
             session.prediction, session.due = ENDED, _END_SECONDS
         elif reuse.returns_in >= 0 and not reuse.ends:
@@ -175,12 +180,17 @@ class Advice(Feature):
 
     def _waits(self, session: Session, tools: Sequence[str] = ("",)) -> int:
         """The prediction for a session that waits for tools, the slowest of which decides, or for a person."""
-        key = session.key
         if session.called:
-            source = self._predicted.slowest([self._predicted.source(TOOLS, "tool " + name, key) for name in tools])
+            kind, things = TOOLS, ["tool " + name for name in tools]
         else:
-            kind = "sub-agent" if session.parent else f"person {min(session.returns, _MOST_RETURNS)}"
-            source = self._predicted.source(PEOPLE, kind, key)
+            kind, things = PEOPLE, ["sub-agent" if session.parent else "person"]
+        thing_of: dict[int, str] = {}
+        for thing in things:
+            seconds = session.longest.get(thing)
+            longest = "" if seconds is None else str(int(seconds).bit_length())
+            thing_of[self._predicted.source(kind, (thing, longest), session.key)] = thing
+        source = self._predicted.slowest(thing_of)
+        session.waits_for = thing_of[source]
         return self._predicted.time(source, SECONDS)
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:
@@ -198,7 +208,7 @@ class Advice(Feature):
 
     def _hints_of(self, key: str) -> int:
         """The source of predictions from hints of an API key."""
-        source = self._predicted.source(HINTS, "", key)
+        source = self._predicted.source(HINTS, (), key)
         self._predicted.charge(source, self._trust_of(key, ends=False).share)
         return source
 

@@ -7,7 +7,7 @@ classes (see ``use_history``), so predicted and other blocks wait in one evictio
 
 Where nobody has said a time, the source is what the session waits for: a tool, or a person. Its predicted time is
 always ``SECONDS``, so its table is the distribution of such waits. What is not known of one tool is taken from all
-tools, and in the same way of people.
+tools, and in the same way of people. Waits for the same thing are distinguished by the session's own longest one.
 
 Each API key has sources of its own, because a key can lie with hints, with names of tools, and with sessions that
 return or do not. Hints of others change nothing. Of waits, a key learns a little from others while it has few itself,
@@ -29,7 +29,7 @@ HINTS, TOOLS, PEOPLE = range(1, 4)
 """Kinds of sources: hints, waits for tools and for people. The sources of these numbers are those of all API keys."""
 SECONDS = 32.0
 """The predicted time of waits: their table tells one second from two, and a day from two."""
-_MOST_SOURCES, _MOST_OF_KEY = 1024, 64
+_MOST_SOURCES, _MOST_OF_KEY = 2048, 128
 """Sources that have a table each, of all API keys and of one. Of more, those that were not seen for the longest are
 forgotten."""
 _MOST_TOLD = 64
@@ -129,7 +129,7 @@ class PredictedUses:
     def __init__(self) -> None:
         self.now = 0.0
         self._tables = {source: _LifeTable() for source in (HINTS, TOOLS, PEOPLE)}
-        self._sources: OrderedDict[str, OrderedDict[tuple[int, str], int]] = OrderedDict()
+        self._sources: OrderedDict[str, OrderedDict[tuple[int, tuple[str, ...]], int]] = OrderedDict()
         self._numbers = count(PEOPLE + 1)
         self._next: tuple[CachedBlock, int, int, int] | None = None
         self._times = TickTimes()
@@ -152,14 +152,14 @@ class PredictedUses:
         bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, seconds))))
         return ENDED + source * _BUCKETS + bucket
 
-    def source(self, kind: int, what: str, key: str) -> int:
+    def source(self, kind: int, what: tuple[str, ...], key: str) -> int:
         """Return the source of hints of an API key, or of its waits for one thing. ``kind``: ``HINTS``, ``TOOLS`` or
-        ``PEOPLE``. ``what``: "": all of this kind."""
+        ``PEOPLE``. ``what``: the name of the thing, then the name of a part of its waits; (): all of this kind."""
         own = self._sources.setdefault(key, OrderedDict())
         self._sources.move_to_end(key)
         source = own.get((kind, what))
         if source is None:
-            common = None if kind == HINTS else self._tables[self.source(kind, "", key) if what else kind]
+            common = None if kind == HINTS else self._tables[self.source(kind, what[:-1], key) if what else kind]
             if len(own) >= _MOST_OF_KEY:
                 del self._tables[own.pop(next(name for name in own if name[1]))]
             source = own[kind, what] = next(self._numbers)
