@@ -354,6 +354,22 @@ def test_tools_that_take_long_make_their_sessions_worth_less_until_then() -> Non
     assert 0 < worth[0] < worth[1]
 
 
+def test_a_session_that_has_waited_long_is_expected_to_do_so_again() -> None:
+    clients = Clients(num_blocks=64)
+    for number in range(16):
+        clients.now = 100.0 * number
+        clients.turn(prompt(1), "slow")
+        for step in range(4):
+            clients.now += 2.0 * (step > 0)
+            clients.turn(prompt(2 + number), f"fast {number}")
+    clients.now += 2.0
+    clients.turn(prompt(50), "new")
+    clients.turn(prompt(1), "slow")
+    clients.turn(prompt(17), "fast 15")
+    evict(clients.scheduler, 64 - 8)
+    assert [len(clients.path(prompt(n))) for n in (1, 17, 50)] == [0, 4, 4]
+
+
 def test_a_sub_agent_leaves_the_blocks_of_its_parent_to_it() -> None:
     clients = Clients()
     clients.turn(prompt(1), "parent", returns_in=9.0)

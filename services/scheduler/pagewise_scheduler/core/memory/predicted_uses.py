@@ -59,17 +59,20 @@ def _scale(prediction: int) -> float:
 
 
 class _LifeTable:
-    """The returns of one source by normalised age. ``common``: the table of all sources of its kind; None: what other
-    sources do says nothing about it. ``tells``: that table hears of about so many observations. ``share``: the factor on
-    its densities."""
+    """The returns of one source by normalised age.
+
+    ``common``: the table of more sources, from which it takes what it does not know yet; None: what other sources do
+    says nothing about it. ``tells``: that table hears of about so many observations. ``share``: the factor on its
+    densities.
+    """
 
     def __init__(self, common: "_LifeTable | None" = None, tells: float = inf) -> None:
         self._returned, self._reached = [0.0] * _SPANS, [0.0] * _SPANS
-        self._num_observed = 0
+        self._num_observed = self._num_new = 0
         self._common, self._tells = common, tells
         self.share = 1.0
-        self.rates = _PRIOR_RATES
-        self._learn()
+        self._valued: list[float] | None = None
+        self._learn(common.rates if common is not None else _PRIOR_RATES)
 
     def reach(self, age: float, counted: int) -> int:
         """Count a session that has not returned up to this normalised age.
@@ -97,20 +100,35 @@ class _LifeTable:
 
     def _observed(self) -> None:
         self._num_observed += 1
-        if self._num_observed % _BETWEEN_LESSONS == 0:
-            self._learn()
+        self._num_new += 1
         if self._num_observed >= _MOST_OBSERVED:
             self._num_observed //= 2
             self._reached = [count / 2 for count in self._reached]
             self._returned = [count / 2 for count in self._returned]
 
-    def _learn(self) -> None:
-        weight, prior = _PRIOR_WEIGHT, self._common.rates if self._common is not None else _PRIOR_RATES
-        self.rates = [
-            (back + weight * before) / (all_ + weight)
-            for back, all_, before in zip(self._returned, self._reached, prior, strict=True)
+    @property
+    def rates(self) -> list[float]:
+        """The share of the sessions that reach each span which return in it. A new list when they have changed."""
+        expected = self._common.rates if self._common is not None else _PRIOR_RATES
+        if self._num_new >= _BETWEEN_LESSONS or expected is not self._expected:
+            self._learn(expected)
+        return self._rates
+
+    @property
+    def densities(self) -> list[float]:
+        """The returns per unit of normalised age: see ``gittins_densities``."""
+        if self.rates is not self._valued:
+            self._valued = self._rates
+            self._densities = gittins_densities(self._rates, _WIDTHS)
+        return self._densities
+
+    def _learn(self, expected: list[float]) -> None:
+        """``expected``: the rates of a table without observations."""
+        self._expected, self._num_new = expected, 0
+        self._rates = [
+            (back + _PRIOR_WEIGHT * before) / (all_ + _PRIOR_WEIGHT)
+            for back, all_, before in zip(self._returned, self._reached, expected, strict=True)
         ]
-        self.densities = gittins_densities(self.rates, _WIDTHS)
 
     def probability(self, age: float) -> float:
         """The probability of a return after this normalised age."""
