@@ -59,7 +59,7 @@ class Case(NamedTuple):
     block_size: int
 
 
-def agentic(copies: int, gap: float) -> Turns:
+def agentic(copies: int, gap: float, seed: int = 1) -> Turns:
     """Return the trace's sessions ``copies`` times, of which one begins every ``gap`` seconds on average."""
     trace = read_trace(TRACE)
     first_of: dict[int, int] = {}
@@ -68,7 +68,7 @@ def agentic(copies: int, gap: float) -> Turns:
         first_of[index] = first_of[request.after] if request.after >= 0 else index
         members[first_of[index]].append(index)
     number_of = {session: number for number, session in enumerate(members)}
-    rng, start = random.Random(1), 0.0
+    rng, start = random.Random(seed), 0.0
     num_blocks = 1 + max(block for request in trace for block in request.blocks)
     made = Turns([], [], [], {})
     for copy in range(copies):
@@ -267,13 +267,14 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=60, help="how many agents have sub-agents")
     parser.add_argument("--block-size", type=int, default=64, help="tokens of a block")
     parser.add_argument("--gap", type=float, default=30.0, help="seconds between the beginnings of two sessions")
+    parser.add_argument("--seed", type=int, default=1, help="of the order and the beginnings of sessions")
     parser.add_argument("--jobs", type=int, default=1, help="replays that run at the same time")
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     if args.trace == "agentic":
-        load = agentic(args.copies, args.gap)
+        load = agentic(args.copies, args.gap, args.seed)
     else:
-        load = sub_agents(read_trace(TRACE), args.agents, args.gap)
+        load = sub_agents(read_trace(TRACE), args.agents, args.gap, args.seed)
     cases = [Case(millions, mode, args.block_size) for millions, mode in product(args.millions, args.modes)]
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(args.jobs) as pool:

@@ -135,7 +135,7 @@ def test_what_a_key_does_is_bounded_for_others(seen: list[tuple[int, float, bool
     uses, alone = PredictedUses(), PredictedUses()
     for what, seconds, returned, key in [("honest", 3.0, True, "honest"), *seen] * times:
         for each in (uses, alone) if key == "honest" else (uses,):
-            for source in (each.hints_of(key), each.source(TOOLS, f"tool {what}", key)):
+            for source in (each.hints_of(key), each.source(TOOLS, (f"tool {what}",), key)):
                 count = each.returned if returned else each.reach
                 count(each.time(source, 32.0), seconds, 0, key)
     rates = [each._tables[each.hints_of("honest")].rates for each in (uses, alone)]
@@ -149,7 +149,7 @@ def test_what_a_key_does_is_bounded_for_others(seen: list[tuple[int, float, bool
 
 def test_a_key_that_many_use_with_learns_from_all_and_one_cannot_outvote_them() -> None:
     uses = PredictedUses()
-    source = uses.source(TOOLS, "read_file", "honest")
+    source = uses.source(TOOLS, ("read_file",), "honest")
     for number in range(2000):
         uses.returned(uses.time(source, 32.0), 2.0, 0, f"honest {number % 4}" if number % 20 == 0 else "liar")
         uses.reach(uses.time(source, 32.0), 1e4, 0, "liar")
@@ -350,6 +350,22 @@ def test_tools_that_take_long_make_their_sessions_worth_less_until_then() -> Non
         clients.advise("called", session, tools=(tool,))
         worth.append(policy.value(clients.path(prompt(first))[0]))
     assert 0 < worth[0] < worth[1]
+
+
+def test_a_session_that_has_waited_long_is_expected_to_do_so_again() -> None:
+    clients = Clients(num_blocks=64)
+    for number in range(16):
+        clients.now = 100.0 * number
+        clients.turn(prompt(1), "slow")
+        for step in range(4):
+            clients.now += 2.0 * (step > 0)
+            clients.turn(prompt(2 + number), f"fast {number}")
+    clients.now += 2.0
+    clients.turn(prompt(50), "new")
+    clients.turn(prompt(1), "slow")
+    clients.turn(prompt(17), "fast 15")
+    evict(clients.scheduler, 64 - 8)
+    assert [len(clients.path(prompt(n))) for n in (1, 17, 50)] == [0, 4, 4]
 
 
 def test_a_sub_agent_leaves_the_blocks_of_its_parent_to_it() -> None:

@@ -60,7 +60,7 @@ def test_the_other_formats(tmp_path: Path) -> None:
     assert (first.num_prompt_tokens, first.num_output_tokens) == (74, 918)
     assert 0 < first.arrival < second.arrival
     agentic = tmp_path / "g.jsonl"
-    turn = {"in": 200, "out": 10, "think_time": 2.5, "hash_runs": [[1, 3]], "type": "n", "t": 7.0}
+    turn = {"in": 200, "out": 10, "think_time": 2.5, "hash_runs": [[1, 3]], "type": "n", "t": 7.0, "api_time": 1.0}
     nested = {"type": "subagent", "requests": [turn | {"hash_runs": [[9, 1]]}]}
     session = {"block_size": 64, "requests": [turn, turn | {"hash_runs": [[1, 2], [5, 1]]}, nested]}
     agentic.write_text(json.dumps(session) + "\n" + json.dumps(session) + "\n")
@@ -69,6 +69,17 @@ def test_the_other_formats(tmp_path: Path) -> None:
     assert [request.arrival for request in requests[:3]] == [7.0, 2.5, 2.5]
     assert requests[0].blocks[:2] == requests[1].blocks[:2]
     assert not set(requests[0].blocks) & set(requests[3].blocks), "ids are a session's own"
+
+
+def test_streamed_answers_of_unknown_ends_call_tools_within_the_time_between_the_requests(tmp_path: Path) -> None:
+    turn = {"in": 200, "out": 10, "hash_runs": [[1, 3]], "type": "s", "stop": None}
+    times = [turn | {"t": 0.0}, turn | {"t": 7.0, "think_time": 5.0}, turn | {"t": 15.0, "think_time": 13.0}]
+    known = turn | {"t": 90.0, "think_time": 60.0, "stop": "end_turn", "api_time": 2.0}
+    path = tmp_path / "g.jsonl"
+    path.write_text(json.dumps({"block_size": 64, "requests": [*times, known]}))
+    requests = read_trace(path)
+    assert [request.arrival for request in requests] == [0.0, 5.0, 8.0, 60.0]
+    assert [request.tool_call for request in requests] == [True, True, True, False]
 
 
 def test_beladys_rule_keeps_what_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

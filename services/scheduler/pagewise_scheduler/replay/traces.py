@@ -90,6 +90,7 @@ class _AgenticRequest(Struct):
     think_time: float | None = None
     t: float = 0.0
     stop: str | None = None
+    api_time: float | None = None
 
 
 def read_trace(path: Path, *, limit: int | None = None, rate: float = 1.0, seed: int = 0) -> list[TraceRequest]:
@@ -170,7 +171,9 @@ def _sharegpt(rows: Iterable[dict[str, str]], rate: float, rng: random.Random) -
 def _agentic(rows: Iterable[_AgenticRow]) -> Iterator[TraceRequest]:
     """Sessions start as they do in the trace. Within one, a request comes its think time after the one before ended.
 
-    A subagent's requests are a chain of their own that starts when the request before it ended.
+    A subagent's requests are a chain of their own that starts when the request before it ended. Of some streamed
+    answers the trace has neither the reason of their ends, most of which are calls of tools, nor the duration. The
+    think time after such an answer counts from an earlier one, so at most the time between the two requests counts.
     """
     index, names = 0, count(1)
     for row in rows:
@@ -178,19 +181,23 @@ def _agentic(rows: Iterable[_AgenticRow]) -> Iterator[TraceRequest]:
         chains = [(-1, row.requests)]
         while chains:
             previous, members = chains.pop()
+            before: _AgenticRequest | None = None
             for member in members:
                 if member.type == "subagent":
                     chains.append((previous, member.requests))
                     continue
+                think_time = member.think_time or 0.0
+                if before is not None and before.api_time is None:
+                    think_time = min(think_time, member.t - before.t)
                 blocks = [name_of[local] for start, size in member.hash_runs for local in range(start, start + size)]
                 yield TraceRequest(
-                    (member.think_time or 0.0) if previous >= 0 else member.t,
+                    think_time if previous >= 0 else member.t,
                     member.input,
                     member.output,
                     blocks,
                     row.block_size,
                     after=previous,
-                    tool_call=member.stop == "tool_use",
+                    tool_call=member.stop in ("tool_use", "", None),
                     recorded=member.t,
                 )
-                previous, index = index, index + 1
+                before, previous, index = member, index, index + 1

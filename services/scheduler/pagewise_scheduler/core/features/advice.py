@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 
-_MOST_RETURNS = 2
-"""Returns of a person to a session that are told apart: who has come back before comes back more often."""
 _FORK_SECONDS = 60.0
 """The next use of blocks with which a session is to begin is expected in so many seconds."""
 _END_SECONDS = 600.0
@@ -99,7 +97,7 @@ class Advice(Feature):
             self._predicted.returned(session.prediction, away, session.counted, session.key)
         if session.last is not None:
             self._ahead.forget([session.last])
-        session.returns += session.last is not None and not session.called
+        session.has_waited(away)
         session.prediction, session.due = 0, -1.0
 
     def frees(self, sequence: RequestSequence) -> None:
@@ -113,6 +111,7 @@ class Advice(Feature):
         before, session.last = session.last, last
         session.left, session.request_id = self._now, request.request_id
         session.due, session.counted, session.called = -1.0, 0, sequence.ending % NUM_ENDINGS == TOOL_CALL
+        session.waits_for = ""
         if reuse.ends and self._hints.believes_ends(session.key):
             session.prediction, session.due = ENDED, _END_SECONDS
         elif reuse.returns_in >= 0 and not reuse.ends:
@@ -126,10 +125,7 @@ class Advice(Feature):
             self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
 
     def leave(self, request: Request, last_step: int) -> None:
-        if not request.params.reuse.session:
-            return
-        session = self._session(request)
-        if session.request_id != request.request_id:
+        if not request.params.reuse.session or (session := self._session(request)).request_id != request.request_id:
             return
         if session.prediction == ENDED:
             self._leave_to_children(session)
@@ -154,12 +150,15 @@ class Advice(Feature):
 
     def _waits(self, session: Session, tools: Sequence[str] = ("",)) -> int:
         """The prediction for a session that waits for tools, the slowest of which decides, or for a person."""
-        key = session.key
         if session.called:
-            source = self._predicted.slowest([self._predicted.source(TOOLS, "tool " + name, key) for name in tools])
+            kind, things = TOOLS, ["tool " + name for name in tools]
         else:
-            kind = "sub-agent" if session.parent else f"person {min(session.returns, _MOST_RETURNS)}"
-            source = self._predicted.source(PEOPLE, kind, key)
+            kind, things = PEOPLE, ["sub-agent" if session.parent else "person"]
+        thing_of = {
+            self._predicted.source(kind, (thing, session.part_of(thing)), session.key): thing for thing in things
+        }
+        source = self._predicted.slowest(thing_of)
+        session.waits_for = thing_of[source]
         return self._predicted.time(source, SECONDS)
 
     def _predict(self, nodes: Sequence[CachedBlock], prediction: int) -> None:

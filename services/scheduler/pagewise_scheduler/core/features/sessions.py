@@ -9,6 +9,8 @@ from pagewise_scheduler.core.memory.predicted_uses import own_blocks
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 _MOST_SESSIONS, _MOST_ENDED = 1 << 14, 1 << 10
+_MOST_THINGS = 16
+"""Things that a session has waited for of which its longest wait is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -17,8 +19,9 @@ class Session:
 
     ``prediction``: of its return; 0: none. ``due``: the seconds within which it returns if the hint is kept, or does
     not if it has ended; negative: no hint, or it was judged already.
-    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``returns``: how often a turn
-    came after one that had not. ``parent``: the number of the session with whose blocks it begins; 0: none.
+    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``waits_for``: the thing that
+    it waits for; "": a hint is known. ``longest``: the seconds of its longest wait for each thing so far.
+    ``parent``: the number of the session with whose blocks it begins; 0: none.
     ``children``: the sessions that begin with its blocks, except those that have ended.
     """
 
@@ -31,7 +34,8 @@ class Session:
     due: float = -1.0
     counted: int = 0
     called: bool = False
-    returns: int = 0
+    waits_for: str = ""
+    longest: dict[str, float] = field(default_factory=dict)
     parent: int = 0
     children: "list[Session]" = field(default_factory=list)
 
@@ -40,6 +44,15 @@ class Session:
         if child is not self and not child.parent:
             child.parent = self.number
             self.children = [*(one for one in self.children if one.prediction != ENDED), child]
+
+    def has_waited(self, seconds: float) -> None:
+        """A turn has come so many seconds after the last one had left."""
+        if self.waits_for and (self.waits_for in self.longest or len(self.longest) < _MOST_THINGS):
+            self.longest[self.waits_for] = max(seconds, self.longest.get(self.waits_for, 0.0))
+
+    def part_of(self, thing: str) -> str:
+        """Return the part of the waits for a thing that is expected: its own longest one tells, to a power of two."""
+        return str(int(self.longest[thing]).bit_length()) if thing in self.longest else ""
 
     def heirs(self) -> "dict[CachedBlock, Session | None]":
         """Return the blocks of this session with which live ones begin, and which session does; None: several do."""

@@ -7,7 +7,7 @@ classes (see ``use_history``), so predicted and other blocks wait in one evictio
 
 Where nobody has said a time, the source is what the session waits for: a tool, or a person. Its predicted time is
 always ``SECONDS``, so its table is the distribution of such waits. What is not known of one tool is taken from all
-tools, and in the same way of people.
+tools, and in the same way of people. Waits for the same thing are distinguished by the session's own longest one.
 
 API keys can lie with hints, with names of tools, and with sessions that return or do not. So the hints of each key are
 a source of their own, which those of others do not change. Tables of waits learn from all keys, because each alone has
@@ -30,7 +30,7 @@ HINTS, TOOLS, PEOPLE = range(1, 4)
 numbers are the hints of one API key each, and waits of one kind each."""
 SECONDS = 32.0
 """The predicted time of waits: their table tells one second from two, and a day from two."""
-_MOST_SOURCES, _MOST_OF_KEY = 1024, 64
+_MOST_SOURCES, _MOST_OF_KEY = 2048, 128
 """Sources that have a table each, and those of them that one API key has introduced. Of more, the ones that were not
 seen for the longest are forgotten."""
 _MOST_ALONE = 64
@@ -62,17 +62,21 @@ def _scale(prediction: int) -> float:
 
 
 class _LifeTable:
-    """The returns of one source by normalised age. ``common``: the table of all sources of its kind. ``share``: the
-    factor on its densities. ``num_observed``: how much was learned, of which old observations are forgotten."""
+    """The returns of one source by normalised age.
+
+    ``common``: the table of more sources, from which it takes what it does not know yet; None: what other sources do
+    says nothing about it. ``share``: the factor on its densities. ``num_observed``: how much was learned, of which old
+    observations are forgotten.
+    """
 
     def __init__(self, common: "_LifeTable | None" = None) -> None:
         self._returned, self._reached = [0.0] * _SPANS, [0.0] * _SPANS
-        self.num_observed = 0
+        self.num_observed = self._num_new = 0
         self._told: Counter[str] = Counter()
         self._common = common
         self.share = 1.0
-        self.rates = _PRIOR_RATES
-        self._learn()
+        self._valued: list[float] | None = None
+        self._learn(common.rates if common is not None else _PRIOR_RATES)
 
     def reach(self, age: float, counted: int, key: str) -> int:
         """Count a session of an API key that has not returned up to this normalised age.
@@ -108,21 +112,41 @@ class _LifeTable:
 
     def _observed(self) -> None:
         self.num_observed += 1
-        if self.num_observed % _BETWEEN_LESSONS == 0:
-            self._learn()
+        self._num_new += 1
         if self.num_observed >= _MOST_OBSERVED:
             self.num_observed //= 2
             self._reached = [count / 2 for count in self._reached]
             self._returned = [count / 2 for count in self._returned]
             self._told = Counter({key: count // 2 for key, count in self._told.items() if count > 1})
 
-    def _learn(self) -> None:
-        weight, prior = _PRIOR_WEIGHT, self._common.rates if self._common is not None else _PRIOR_RATES
-        self.rates = [
-            (back + weight * before) / (all_ + weight)
-            for back, all_, before in zip(self._returned, self._reached, prior, strict=True)
+    @property
+    def rates(self) -> list[float]:
+        """The share of the sessions that reach each span which return in it. A new list when they have changed."""
+        expected = self._common.rates if self._common is not None else _PRIOR_RATES
+        if self._num_new >= _BETWEEN_LESSONS or expected is not self._expected:
+            self._learn(expected)
+        return self._rates
+
+    @property
+    def densities(self) -> list[float]:
+        """The returns per unit of normalised age: see ``gittins_densities``."""
+        if self.rates is not self._valued:
+            self._valued = self._rates
+            self._densities = gittins_densities(self._rates, _WIDTHS)
+        return self._densities
+
+    def _learn(self, expected: list[float]) -> None:
+        """``expected``: the rates of a table without observations."""
+        self._expected, self._num_new = expected, 0
+        self._rates = [
+            (back + _PRIOR_WEIGHT * before) / (all_ + _PRIOR_WEIGHT)
+            for back, all_, before in zip(self._returned, self._reached, expected, strict=True)
         ]
-        self.densities = gittins_densities(self.rates, _WIDTHS)
+
+    @property
+    def num_known(self) -> int:
+        """How much was learned of waits for the same thing."""
+        return self.num_observed if self._common is None or self._common._common is None else self._common.num_observed
 
     def probability(self, age: float) -> float:
         """The probability of a return after this normalised age."""
@@ -141,7 +165,7 @@ class PredictedUses:
     def __init__(self) -> None:
         self.now = 0.0
         self._tables = {source: _LifeTable() for source in (HINTS, TOOLS, PEOPLE)}
-        self._sources: OrderedDict[tuple[int, str], tuple[int, str]] = OrderedDict()
+        self._sources: OrderedDict[tuple[int, tuple[str, ...]], tuple[int, str]] = OrderedDict()
         self._numbers = count(PEOPLE + 1)
         self.awaited: set[CachedBlock] = set()
         self._next: tuple[CachedBlock, int, int, int] | None = None
@@ -165,24 +189,26 @@ class PredictedUses:
         bucket = min(_BUCKETS - 1, int(2 * log2(max(1.0, seconds))))
         return ENDED + source * _BUCKETS + bucket
 
-    def source(self, kind: int, what: str, key: str) -> int:
-        """Return the source of waits of one kind for an API key. ``kind``: ``TOOLS`` or ``PEOPLE``."""
+    def source(self, kind: int, what: tuple[str, ...], key: str) -> int:
+        """Return the source of waits of one kind for an API key. ``kind``: ``TOOLS`` or ``PEOPLE``. ``what``: the name
+        of the thing that is waited for, and of a part of these waits, which takes from all what is not known of it."""
         name = kind, what
         source, _ = self._sources.get(name, (0, ""))
         if not source:
+            common = self._tables[self.source(kind, what[:-1], key) if len(what) > 1 else kind]
             own = [one for one, (_, by) in self._sources.items() if by == key]
             if len(own) >= _MOST_OF_KEY or len(self._sources) >= _MOST_SOURCES:
                 oldest = own[0] if len(own) >= _MOST_OF_KEY else next(iter(self._sources))
                 del self._tables[self._sources.pop(oldest)[0]]
             source = next(self._numbers)
             self._sources[name] = source, key
-            self._tables[source] = _LifeTable(self._tables[kind] if kind != HINTS else None)
+            self._tables[source] = _LifeTable(common if kind != HINTS else None)
         self._sources.move_to_end(name)
         return source
 
     def hints_of(self, key: str) -> int:
         """Return the source of the hints of an API key."""
-        return self.source(HINTS, key, key)
+        return self.source(HINTS, (key,), key)
 
     def charge(self, source: int, share: float) -> None:
         """Multiply the values of a source's predictions by ``share`` from now on (see ``Trust``)."""
@@ -252,7 +278,7 @@ class PredictedUses:
         its highest value. None: that is at once, or little is known of the source."""
         table = self._table_of(prediction)
         span = max(range(_SPANS), key=table.densities.__getitem__)
-        if table.num_observed < _LEAST_OBSERVED or table.densities[span] < _RISES * table.densities[0]:
+        if table.num_known < _LEAST_OBSERVED or table.densities[span] < _RISES * table.densities[0]:
             return None
         scale = _scale(prediction)
         return _BOUNDS[span - 1] * scale, _BOUNDS[span] * scale
