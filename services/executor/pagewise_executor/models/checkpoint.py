@@ -280,9 +280,8 @@ def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, tensors: Map
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding) and (found := tensors.get(f"{name}.weight")) is not None:
-            kept = checkpoint.scheme(name, found.info.dtype)
-            if isinstance(kept, GgufScheme):
-                model.set_submodule(name, GgufEmbedding(kept, module))
+            if found.info.dtype in FORMATS:
+                model.set_submodule(name, GgufEmbedding(GgufScheme(found.info.dtype), module))
         if type(module) is nn.Linear:
             ends = [end for end in _ENDS if f"{name}.{end}" in tensors]
             there, stored = name, None
