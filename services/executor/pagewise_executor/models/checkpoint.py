@@ -279,10 +279,9 @@ def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, tensors: Map
         ModelError: a weight and the configuration differ in type.
     """
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Embedding) and (found := tensors.get(f"{name}.weight")) is not None:
-            kept = checkpoint.scheme(name, found.info.dtype)
-            if isinstance(kept, GgufScheme):
-                model.set_submodule(name, GgufEmbedding(kept, module))
+        stored = tensors[f"{name}.weight"].info.dtype if f"{name}.weight" in tensors else None
+        if isinstance(module, nn.Embedding) and stored in FORMATS:
+            model.set_submodule(name, GgufEmbedding(GgufScheme(stored), module))
         if type(module) is nn.Linear:
             ends = [end for end in _ENDS if f"{name}.{end}" in tensors]
             there, stored = name, None

@@ -128,10 +128,9 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     skeleton, recurrent = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
-    stored_so = quantised is not None and not quantised.in_floats
-    able = candidates(config, device, dtype, stored_so, quantised is not None and quantised.four_bits)
+    able = candidates(config, device, dtype, _in_bits(quantised), quantised is not None and quantised.four_bits)
     _log_device(config, device, dtype, len(files))
-    check_weights(config, skeleton, headers, device, dtype, ranks.size, stored=stored_so)
+    check_weights(config, skeleton, headers, device, dtype, ranks.size, stored=_in_bits(quantised))
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
     with _errors_of_loading(config, device):
         stored = checkpoint or family_checkpoint(
@@ -204,6 +203,11 @@ def _tried(config: ExecutorConfig, model_config: Any, dtype: torch.dtype) -> Tri
 def _kept(quantised: QuantisedCheckpoint | None, ranks: Ranks) -> QuantisedCheckpoint | None:
     """Return how weights are kept: of experts in MXFP4 each of several ranks reads its part in the model's type."""
     return None if quantised is not None and quantised.mxfp4 and not ranks.alone else quantised
+
+
+def _in_bits(quantised: QuantisedCheckpoint | None) -> bool:
+    """Return whether weights are stored in fewer bits than floats have."""
+    return quantised is not None and not quantised.in_floats
 
 
 def _key_rotations(
