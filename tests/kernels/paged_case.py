@@ -134,7 +134,7 @@ SMALL = {
     "fp8": Case(fp8=True, heads=8),
     "sinks": Case(has_sinks=True, heads=8),
     "sinks, window and softcap": Case(has_sinks=True, window=20, softcap=5.0),
-    "int8": Case(int8=True, heads=8),
+    "int8": Case(int8=True, heads=8, head_dim=32),
     "int8, bfloat16": Case(int8=True, dtype=torch.bfloat16, head_dim=24, window=20),
     "sinks, fp8": Case(has_sinks=True, fp8=True, heads=8, dtype=torch.bfloat16),
     "fp8, float16": Case(fp8=True, dtype=torch.float16, head_dim=24),
