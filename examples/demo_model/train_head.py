@@ -11,13 +11,14 @@ for the KV of its own entries before the last one.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from pagewise_shared.model_files import resolve_model
 from safetensors.torch import save_file
 from torch import nn
-from train import (
+from train import (  # type: ignore[import-not-found] # it is in the folder of this script
     BATCH,
     CONTEXT,
     END_OF_TEXT,
@@ -56,18 +57,21 @@ class Head(nn.Module):
 
     def __init__(self, model: LlamaForCausalLM, targets: torch.Tensor) -> None:
         super().__init__()
-        config = model.config
+        config: Any = model.config
         size, inner, self.dim = config.hidden_size, config.intermediate_size, config.head_dim
         self.heads, self.kv_heads, self.theta = config.num_attention_heads, config.num_key_value_heads, 10_000.0
         self.fc = _linear(len(TAKEN) * size, size)
-        layer, attention, mlp = nn.Module(), nn.Module(), nn.Module()
+        layer: Any = nn.Module()
+        attention: Any = nn.Module()
+        mlp: Any = nn.Module()
         attention.q_proj = _linear(2 * size, self.heads * self.dim)
         attention.k_proj, attention.v_proj = (_linear(2 * size, self.kv_heads * self.dim) for _ in range(2))
         attention.o_proj = _linear(self.heads * self.dim, size)
         mlp.gate_proj, mlp.up_proj, mlp.down_proj = _linear(size, inner), _linear(size, inner), _linear(inner, size)
         layer.self_attn, layer.mlp = attention, mlp
         layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm = (Norm(size) for _ in range(3))
-        self.midlayer, self.norm, self.lm_head = layer, Norm(size), _linear(size, len(targets))
+        self.midlayer: Any = layer
+        self.norm, self.lm_head = Norm(size), _linear(size, len(targets))
         with torch.no_grad():
             self.fc.weight.copy_(torch.eye(size).repeat(1, len(TAKEN)) / len(TAKEN))
             self.lm_head.weight.copy_(model.lm_head.weight[targets])
@@ -183,7 +187,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     path = resolve_model("pagewise-demo")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
+    model = LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False)
+    model.train(mode=False)
     kept, held_out = (tokens_of(texts, tokenizer) for texts in hold_out(read_sources()))
     counts = torch.bincount(kept, minlength=model.config.vocab_size)
     targets = counts.argsort(descending=True)[: args.vocabulary].sort().values
