@@ -11,7 +11,7 @@ import torch
 import transformers
 from pagewise_executor import profile
 from pagewise_executor.block_copies import CopyJob
-from pagewise_executor.tiers import host as host_tier
+from pagewise_executor.tiers import host_copies
 from pagewise_executor.tiers.disk import DiskTier
 from pagewise_executor.tiers.host_copies import Job
 from pagewise_executor.tiers.tier import Tier
@@ -127,7 +127,7 @@ def test_a_copy_that_goes_wrong_on_its_way_to_the_host_is_found(
         target[0] ^= 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_tier, "copy_rows", copy_badly)
+        patch.setattr(host_copies, "copy_rows", copy_badly)
         host.begin(CopyJob(0, 1, DEVICE, HOST, pairs), device)
         assert done.get(timeout=10).bad == b""
     host.begin(CopyJob(0, 2, HOST, DEVICE, pairs[:, ::-1]), device)
