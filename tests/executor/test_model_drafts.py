@@ -1,7 +1,6 @@
 """Drafts by models that come with the served model: the tokens are the same without drafts, whatever is accepted."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,7 @@ import pytest
 import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths
-from pagewise_scheduler.core.requests.request import Request, RequestSequence
+from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import NewSequence, ProposingStepPlan, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
@@ -18,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.draft_models import build_cycling, build_head, build_mtp
+from tests.drafting import draft_always
 from tests.executor.drafted_requests import requests
 from tests.executor.driver import outputs_of, request, run_requests
 from tests.executor.runners import build_runner
@@ -31,16 +30,9 @@ def eagle3(head: Path, most: int = 3) -> str:
     return json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": most})
 
 
-def longest(
-    self: DraftLengths, candidates: Mapping[RequestSequence, tuple[Acceptance, int]], num_running: int, most: int
-) -> dict[RequestSequence, int]:
-    """Drafts that are as long as they can be, whether or not they pay."""
-    return {sequence: limit for sequence, (_, limit) in candidates.items()} if most >= 3 * len(candidates) else {}
-
-
 @pytest.fixture
 def drafts_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftLengths, "choose", longest)
+    draft_always(monkeypatch)
 
 
 def check(runner: ModelRunner, *, every_memory: bool = False, max_tokens: int = 20) -> None:

@@ -10,6 +10,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.protocol import StepPlan, StepResult, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
 
+from tests.drafting import draft_always
 from tests.scheduler.server.stack import executor, int32s, joined, running, until
 
 WORDS = [10, 11, 12, 13, 14]
@@ -73,7 +74,10 @@ async def test_drafts_are_verified_and_counted(tmp_path: Path) -> None:
             await stack.all_free()
 
 
-async def test_drafts_that_an_executor_proposes_are_verified_and_counted(tmp_path: Path) -> None:
+async def test_drafts_that_an_executor_proposes_are_verified_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_always(monkeypatch)
     async with running(tmp_path) as stack:
         runner = ProposingRunner(ExecutorConfig(num_blocks=64, block_size=4))
         async with executor(tmp_path, runner=runner):
@@ -86,7 +90,10 @@ async def test_drafts_that_an_executor_proposes_are_verified_and_counted(tmp_pat
 
 
 @pytest.mark.parametrize("proposed", [b"123", int32s(5000), int32s(-2), int32s(1, 2)])
-async def test_an_executor_that_proposes_no_tokens_has_to_join_again(tmp_path: Path, proposed: bytes) -> None:
+async def test_an_executor_that_proposes_no_tokens_has_to_join_again(
+    tmp_path: Path, proposed: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_always(monkeypatch)
     async with running(tmp_path) as stack:
         raw, welcome = await joined(tmp_path, max_proposed=1)
         await stack.gateway.submit(WORDS * 2, max_tokens=40)
@@ -127,8 +134,9 @@ async def test_after_an_executor_has_died_in_a_draft_there_are_no_more_of_them(t
 
 @pytest.mark.parametrize(("dies", "kind"), [(False, RepeatingRunner), (True, RepeatingRunner), (True, ProposingRunner)])
 async def test_requests_with_drafts_go_on_at_another_executor(
-    tmp_path: Path, dies: bool, kind: type[RepeatingRunner]
+    tmp_path: Path, dies: bool, kind: type[RepeatingRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    draft_always(monkeypatch)
     options = {"speculative_config": "ngram:4"} if kind is RepeatingRunner else {}
     async with running(tmp_path, **options, executor_timeout=1.0) as stack:
 
