@@ -37,7 +37,7 @@ from pagewise_executor.models.shard_settings import shard_config
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import transformers_config
 from pagewise_executor.models.trial import try_without_weights
-from pagewise_executor.models.weight_memory import weight_bytes
+from pagewise_executor.models.weight_memory import checkpoint_bytes, weight_bytes
 
 CONTEXT_BYTES = 2**30
 """For CUDA's context and libraries: the most memory that an executor counts beside its own allocations."""
@@ -180,14 +180,13 @@ def _weight_bytes(
 ) -> int:
     """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits.
 
-    Other quantised checkpoints count as if all linear layers of their decoder layers, experts included, had eight bits.
+    Other quantised checkpoints count as if all linear layers of their decoder layers, experts included, were quantised.
     """
     if quantised is None or quantised.mxfp4:
         if quantised is not None and config.tensor_parallel == 1:
             place_mxfp4(model)
         return weight_bytes(model, dtype, config.quantization)
-    experts = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3)
-    return weight_bytes(model, dtype, "fp8") - experts * (dtype.itemsize - 1)
+    return checkpoint_bytes(model, dtype, quantised.four_bits)
 
 
 def _groups(

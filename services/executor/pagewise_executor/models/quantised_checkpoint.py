@@ -135,7 +135,7 @@ class QuantisedCheckpoint:
 
     ``unread``: the names of tensors that are not read: zero points, which are zero in symmetric quantisation, scales of
     a KV cache, and the frequencies of RoPE. ``mxfp4``: the experts are stored in MXFP4, and nothing else is quantised.
-    ``four_bits``: linear layers are stored in four bits.
+    ``four_bits``: how linear layers are stored in four bits; None: none are.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class QuantisedCheckpoint:
         self.name, self.mxfp4 = name, mxfp4
         self._strict = strict
         four = [scheme for _, scheme in groups if isinstance(scheme, FourBitScheme)]
-        self.four_bits = bool(four)
+        self.four_bits = four[0] if four else None
         zeros = "input|output|[qkv]" if any(scheme.zeros for scheme in four) else "weight|input|output|[qkv]"
         self.unread = re.compile(rf"\.(({zeros})_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq)$")
         # The first entry that means a layer decides.
