@@ -58,6 +58,9 @@ FUNCTIONS = {
     "pagewise_linear_int4": [
         _POINTER, _LONG, *[_POINTER] * 5, ctypes.c_float, *[_POINTER] * 4, *[_LONG] * 7, _POINTER
     ],
+    "pagewise_int4_experts": [
+        *[_POINTER] * 11, *[ctypes.c_float] * 3, *[_LONG] * 7, _POINTER
+    ],
     "pagewise_sizeof_attention": [],
     "pagewise_attend": [_POINTER],
     "pagewise_sizeof_recurrence": [],

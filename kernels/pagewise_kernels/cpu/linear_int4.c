@@ -167,11 +167,11 @@ INLINE void add_slots(int mr, long depth, const uint32_t *codes, const int8_t *b
     for (int n = 0; n < NR; n++) sums[m][n] += sum_partial(held[m][n]);
 }
 
-INLINE void compute_rows(const struct linear_int4 *a, int mr, long row, long panel) {
+// totals [mr][NR] = rows times a panel, without the bias.
+INLINE void sum_rows(const struct linear_int4 *a, int mr, long row, long panel, floats totals[][NR]) {
   long slots = a->groups * a->group;
   const uint32_t *codes = a->codes + panel * slots / CODES * PANEL;
-  floats totals[BLOCK_ROWS][NR];
-  memset(totals, 0, sizeof(totals));
+  memset(totals, 0, mr * NR * sizeof(floats));
   for (long g = 0; g < a->groups; g++, codes += a->group / CODES * PANEL) {
     long at = (panel * a->groups + g) * PANEL;
     const int8_t *bytes = (const int8_t *)a->inputs + row * slots + g * a->group;
@@ -193,6 +193,11 @@ INLINE void compute_rows(const struct linear_int4 *a, int mr, long row, long pan
       }
     }
   }
+}
+
+INLINE void compute_rows(const struct linear_int4 *a, int mr, long row, long panel) {
+  floats totals[BLOCK_ROWS][NR];
+  sum_rows(a, mr, row, panel, totals);
   for (int m = 0; m < mr; m++)
     for (int n = 0; n < NR; n++) {
       long out = panel * PANEL + n * VEC, count = a->outs - out < VEC ? a->outs - out : VEC;
@@ -279,4 +284,120 @@ EXPORT void pagewise_linear_int4(const float *x, long x_stride, const int32_t *o
   run_team(parallel, rows * given < ALONE_INPUTS ? 1 : threads, read_rows, &a);
   a.next = 0;
   run_team(parallel, rows * given * outs < ALONE_PRODUCTS ? 1 : threads, exact ? compute_exact_blocks : compute_blocks, &a);
+}
+
+// A weight of an expert, in the layout of linear_int4. bias: NULL, or [panels][PANEL].
+struct int4_weight {
+  const int32_t *order;
+  const uint32_t *codes;
+  const uint16_t *scales;
+  const uint8_t *zeros;
+  const float *bias;
+  long groups, group;
+};
+
+// The experts of a mixture. Of gate_up [experts], each has first the panels of gate and then those of up; down [experts].
+// factors [2, experts]. active [num_active]: the experts that have rows; starts [num_active + 1]: the first row of each.
+// x, out [rows, hidden]; activated [rows, inner]; inputs [rows, slots], input_scales and input_sums [rows, groups]: scratch
+// for the largest of all weights. An expert makes gate * sigmoid(alpha * gate) * (up + shift) of gate and up, where neither
+// is beyond the limit.
+struct int4_experts {
+  const struct int4_weight *gate_up, *down;
+  const float *factors;
+  const int64_t *active, *starts;
+  const float *x;
+  float *activated, *out;
+  int8_t *inputs;
+  float *input_scales;
+  int32_t *input_sums;
+  float alpha, shift, limit;
+  long num_active, experts, hidden, inner, slots, groups, next;
+};
+
+// The linear layer of an active expert, for its rows.
+static struct linear_int4 layer_of(const struct int4_experts *a, int down, long at) {
+  long expert = a->active[at], first = a->starts[at], ins = down ? a->inner : a->hidden;
+  const struct int4_weight *w = (down ? a->down : a->gate_up) + expert;
+  return (struct linear_int4){
+      (down ? a->activated : a->x) + first * ins, w->order, w->codes, w->scales, w->zeros, down ? w->bias : 0,
+      a->factors[down * a->experts + expert], a->out + first * a->hidden, a->inputs + first * a->slots,
+      a->input_scales + first * a->groups, a->input_sums + first * a->groups, 0, a->starts[at + 1] - first, ins,
+      w->groups, w->group, a->hidden, ins, 0};
+}
+
+// An item is a row of an expert.
+INLINE void quantise_rows(struct int4_experts *a, int down) {
+  long row, at = 0;
+  while ((row = next_item(&a->next)) < a->starts[a->num_active]) {
+    while (row >= a->starts[at + 1]) at++;  // a thread's items ascend
+    struct linear_int4 layer = layer_of(a, down, at);
+    for (long g = 0; g < layer.groups; g++) quantise_group(&layer, row - a->starts[at], g);
+  }
+}
+
+static void quantise_x(void *data) { quantise_rows(data, 0); }
+static void quantise_activated(void *data) { quantise_rows(data, 1); }
+
+INLINE void activate_rows(const struct int4_experts *a, const struct linear_int4 *layer, const float *bias, int mr, long row,
+                          long panel, float *to) {
+  long gates = (a->inner + PANEL - 1) / PANEL;
+  floats gate[BLOCK_ROWS][NR], up[BLOCK_ROWS][NR], limit = all(a->limit);
+  sum_rows(layer, mr, row, panel, gate);
+  sum_rows(layer, mr, row, gates + panel, up);
+  for (int m = 0; m < mr; m++)
+    for (int n = 0; n < NR; n++) {
+      long out = panel * PANEL + n * VEC, count = a->inner - out < VEC ? a->inner - out : VEC;
+      if (count <= 0) break;
+      floats g = gate[m][n], u = up[m][n];
+      if (bias) g += load(bias + out, 0, 0), u += load(bias + gates * PANEL + out, 0, 0);
+      g = select(g > limit, limit, g);
+      u = select(u > limit, limit, select(u < -limit, -limit, u));
+      store_some(to + (row + m) * a->inner, out, swish_of(g, a->alpha) * (u + a->shift), count, 0);
+    }
+}
+
+// An item is an expert and PANEL numbers of gate and of up.
+static void activate_experts(void *data) {
+  struct int4_experts *a = data;
+  long item, count = (a->inner + PANEL - 1) / PANEL;
+  while ((item = next_item(&a->next)) < a->num_active * count) {
+    long at = item / count, panel = item % count, row = 0;
+    struct linear_int4 layer = layer_of(a, 0, at);
+    const float *bias = a->gate_up[a->active[at]].bias;
+    float *to = a->activated + a->starts[at] * a->inner;
+    for (; row + BLOCK_ROWS <= layer.rows; row += BLOCK_ROWS) activate_rows(a, &layer, bias, BLOCK_ROWS, row, panel, to);
+    for (; row + 2 <= layer.rows; row += 2) activate_rows(a, &layer, bias, 2, row, panel, to);
+    if (row < layer.rows) activate_rows(a, &layer, bias, 1, row, panel, to);
+  }
+}
+
+// An item is an expert and PANEL numbers of its output.
+static void project_experts(void *data) {
+  struct int4_experts *a = data;
+  long item, count = (a->hidden + PANEL - 1) / PANEL;
+  while ((item = next_item(&a->next)) < a->num_active * count) {
+    struct linear_int4 layer = layer_of(a, 1, item / count);
+    long row = 0, panel = item % count;
+    for (; row + BLOCK_ROWS <= layer.rows; row += BLOCK_ROWS) compute_rows(&layer, BLOCK_ROWS, row, panel);
+    for (; row + 2 <= layer.rows; row += 2) compute_rows(&layer, 2, row, panel);
+    if (row < layer.rows) compute_rows(&layer, 1, row, panel);
+  }
+}
+
+EXPORT void pagewise_int4_experts(const struct int4_weight *gate_up, const struct int4_weight *down,
+                                  const float *factors, const int64_t *active, const int64_t *starts, const float *x,
+                                  float *activated, float *out, int8_t *inputs, float *input_scales,
+                                  int32_t *input_sums, float alpha, float shift, float limit, long num_active,
+                                  long experts, long hidden, long inner, long slots, long groups, long threads,
+                                  parallel_fn parallel) {
+  struct int4_experts a = {gate_up, down, factors, active, starts, x, activated, out, inputs, input_scales, input_sums,
+                           alpha, shift, limit, num_active, experts, hidden, inner, slots, groups, 0};
+  long rows = starts[num_active], products = rows * hidden * inner;
+  run_team(parallel, rows * hidden < ALONE_INPUTS ? 1 : threads, quantise_x, &a);
+  a.next = 0;
+  run_team(parallel, 2 * products < ALONE_PRODUCTS ? 1 : threads, activate_experts, &a);
+  a.next = 0;
+  run_team(parallel, rows * inner < ALONE_INPUTS ? 1 : threads, quantise_activated, &a);
+  a.next = 0;
+  run_team(parallel, products < ALONE_PRODUCTS ? 1 : threads, project_experts, &a);
 }

@@ -1,6 +1,7 @@
 """Linear layers on the CPU with weights in four bits, for float32 batches of any size."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -9,6 +10,16 @@ from pagewise_kernels.cpu.operations import check_input, in_panels
 
 GROUPS = (128, 64, 32)
 """The numbers of slots that may share a scale in packed weights."""
+
+
+class Layout(NamedTuple):
+    """The addresses of order, codes, scales, zeros and bias, 0: there is none; the factor of the scales; and the number
+    and the size of groups."""
+
+    pointers: list[int]
+    factor: float
+    groups: int
+    group: int
 
 
 class Int4Weight:
@@ -51,6 +62,11 @@ class Int4Weight:
         self.bias = None if bias is None else bias.detach().float().contiguous()
         parts = (self.order, self.packed, self.scales, self.zeros, self.bias)
         self._pointers = [None if part is None else part.data_ptr() for part in parts]
+
+    @property
+    def layout(self) -> Layout:
+        """What an operation of several weights needs to know of this one."""
+        return Layout([pointer or 0 for pointer in self._pointers], self._factor, self._groups, self.group)
 
     @property
     def num_bytes(self) -> int:
