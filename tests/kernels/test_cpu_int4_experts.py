@@ -1,4 +1,4 @@
-"""Experts in four bits in C against linear layers in four bits, in every build of the library that this processor runs."""
+"""Experts in four bits in C against linear layers, in every build of the library that this processor runs."""
 
 import pytest
 import torch

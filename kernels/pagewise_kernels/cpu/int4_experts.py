@@ -41,9 +41,7 @@ class Int4Experts(Experts):
         ValueError: shapes do not fit, or scales are not finite. TypeError: types do not fit.
     """
 
-    def __init__(
-        self, gate_up: Sequence[Int4Parts], down: Sequence[Int4Parts], activation: Activation = SILU
-    ) -> None:
+    def __init__(self, gate_up: Sequence[Int4Parts], down: Sequence[Int4Parts], activation: Activation = SILU) -> None:
         self._library = load_library()
         self.num_experts, (self.hidden, self.inner) = len(down), down[0].codes.shape
         shapes = {(tuple(one.codes.shape), tuple(two.codes.shape)) for one, two in zip(gate_up, down, strict=True)}

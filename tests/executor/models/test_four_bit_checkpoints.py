@@ -14,7 +14,7 @@ from pagewise_executor.models.kernel_choice import candidates
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.packed_linear import Int4Linear
 from pagewise_executor.models.quantised_families import Experts
-from pagewise_executor.models.quantised_linear import JoinedLinear
+from pagewise_executor.models.quantised_linear import CpuFourBitExperts, JoinedLinear
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
@@ -100,12 +100,35 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(
         assert one.sequences[0].output_token_ids.tolist() == made[0, len(prompt) :].tolist()
 
 
-def test_experts_in_four_bits_are_linear_layers_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"), [("mixtral", "gptq"), ("mixtral", "gptq, symmetric, act-order"), ("qwen3_moe", "awq")]
+)
+def test_experts_in_four_bits_are_one_operation(family: str, name: str, tmp_path: Path) -> None:
     need_cpu_kernels()
-    model = build_four_bits(FORMS["gptq"], tmp_path, "mixtral", num_hidden_layers=1)
+    model: Any = build_four_bits(FORMS[name], tmp_path, family, num_hidden_layers=1)
+    (found,) = (module for module in load(tmp_path).model.modules() if isinstance(module, CpuFourBitExperts))
+    theirs = model.model.layers[0].mlp.experts
+    x = torch.randn(9, theirs.gate_up_proj.shape[2])
+    chosen = torch.rand(9, len(theirs.gate_up_proj)).argsort(dim=1)[:, :2].contiguous()
+    given = x, chosen, torch.rand(9, 2)
+    with torch.no_grad():
+        expected = theirs(*given)
+    assert float((found(*given) - expected).abs().max()) < 0.02 * float(expected.abs().max()), "inputs have eight bits"
+    check_served(tmp_path, model, within=0.1)
+
+
+def test_experts_whose_gate_and_up_have_other_orders_are_computed_one_by_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    need_cpu_kernels()
+    build_four_bits(FORMS["gptq, symmetric, act-order"], tmp_path, "mixtral", num_hidden_layers=1)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.0.w3.g_idx"
+    tensors[name] = tensors[name].flip(0)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     found = [module for module in load(tmp_path).model.modules() if isinstance(module, Experts)]
     assert {type(linear) for linear in found[0].modules() if hasattr(linear, "packed")} == {Int4Linear}
-    check_served(tmp_path, model)
+    assert "are computed one after the other: not all can be joined" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq_v2, act-order", "compressed-tensors, zeros"])

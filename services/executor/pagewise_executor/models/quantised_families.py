@@ -95,7 +95,7 @@ def _place_experts(model: nn.Module, names: tuple[str, str, str]) -> None:
 class Experts(nn.ModuleList):
     """The experts of a mixture, each with linear layers of its own. It replaces a module of transformers, ``fused``.
 
-    ``names``: of the layers for gate, up and down.
+    ``names``: of the layers for gate, up and down. ``has_silu``: their activation is SiLU.
     """
 
     def __init__(self, fused: nn.Module, names: tuple[str, str, str]) -> None:
@@ -106,6 +106,14 @@ class Experts(nn.ModuleList):
         assert gate_up.shape == (count, 2 * inner, hidden)
         assert isinstance(fused.act_fn, nn.Module)
         super().__init__(_Expert(hidden, inner, fused.act_fn, names) for _ in range(count))
+        self._names = names
+
+        x = torch.linspace(-10, 10, 33)
+        self.has_silu = torch.equal(fused.act_fn(x), nn.functional.silu(x))
+
+    def linears(self) -> list[list[nn.Module]]:
+        """Return gate, up and down of each expert."""
+        return [[expert.get_submodule(name) for name in self._names] for expert in self]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Map x [tokens, hidden] to the weighted sums [tokens, hidden] of the outputs of each token's experts.

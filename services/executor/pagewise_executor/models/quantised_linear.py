@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from pagewise_executor.models.quantised_weight import (
     quantise_inputs,
 )
 from pagewise_executor.models.skinny_linear import FEW_ROWS, RoundedRows, Rows
+
+if TYPE_CHECKING:
+    from pagewise_kernels.cpu.int4_experts import Int4Experts
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +89,22 @@ class FourBitLinear(nn.Module):
         self.quantised = quantised
         self.bias = None if bias is None else nn.Buffer(bias.detach())
         self.weight = torch.empty(quantised.codes.shape, device="meta")
+
+
+class CpuFourBitExperts(nn.Module):
+    """The experts of a mixture in four bits by the CPU operations, whose inputs are rounded to eight bits by group.
+
+    ``weight``: a tensor of as many numbers as the experts have, without data. ``rounding``: as of ``Int8Linear``.
+    """
+
+    def __init__(self, packed: "Int4Experts", rounding: tuple[float, float] = (0.0, 0.0)) -> None:
+        super().__init__()
+        self.packed, self.rounding = packed, rounding
+        self.weight = torch.empty(packed.num_weights, device="meta")
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sums [tokens, hidden] of the outputs of the ``chosen`` experts [tokens, k] for x."""
+        return self.packed.sums(x, chosen, weights)
 
 
 class TritonQuantisedLinear(QuantisedLinear):
@@ -271,18 +290,19 @@ def report(model: nn.Module, asked: bool) -> bool:
 
     ``asked``: an option asks for quantised weights, so the line is a warning if most of them are not.
     """
-    linears = [module for module in model.modules() if isinstance(module, QuantisedLinear | Int8Linear | Int4Linear)]
+    kinds = QuantisedLinear | Int8Linear | _FourBits
+    linears = [module for module in model.modules() if isinstance(module, kinds)]
     if not linears:
         return False
     ways, kept = Counter(_WAYS[type(linear)] for linear in linears), _kept(model)
     sizes = Counter[str]()
     for linear in linears:
-        sizes["four bits" if isinstance(linear, Int4Linear) else "eight bits"] += linear.weight.numel()
+        sizes["four bits" if isinstance(linear, _FourBits) else "eight bits"] += linear.weight.numel()
     log.log(
         logging.WARNING if asked and sizes.total() < kept.total() else logging.INFO,
         "%s (%s)%s; %s weights stay in %s: %s%s",
         ", ".join(f"{_millions(size)} weights are in {bits}" for bits, size in sizes.most_common()),
-        ", ".join(f"{count} linear layers by {way}" for way, count in ways.most_common()),
+        ", ".join(f"{count} {way}" for way, count in ways.most_common()),
         _change(linears), _millions(kept.total()), str(next(model.parameters()).dtype).removeprefix("torch."),
         ", ".join(f"{kind} {_millions(count)}" for kind, count in kept.most_common(3)),
         "; inputs of layers stay as they are, because this GPU has no FP8" * has_exact_inputs(model),
@@ -309,7 +329,7 @@ def _kept(model: nn.Module) -> Counter[str]:
 
 def _change(linears: Sequence[nn.Module]) -> str:
     """Return how much rounding has changed weights, where they were rounded while they were loaded."""
-    rounding = [linear.rounding for linear in linears if isinstance(linear, Int8Linear | Int4Linear)]
+    rounding = [linear.rounding for linear in linears if isinstance(linear, Int8Linear | _FourBits)]
     if not (squares := sum(one for one, _ in rounding)):
         return ""
     change = 100 * math.sqrt(sum(error for _, error in rounding) / squares)
@@ -321,10 +341,12 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count}"
 
 
+_FourBits = Int4Linear | CpuFourBitExperts
 _WAYS = {
-    QuantisedLinear: "PyTorch",
-    TritonQuantisedLinear: "Triton",
-    ScaledMMLinear: "scaled_mm of PyTorch",
-    Int8Linear: "the CPU operations",
-    Int4Linear: "the CPU operations",
+    QuantisedLinear: "linear layers by PyTorch",
+    TritonQuantisedLinear: "linear layers by Triton",
+    ScaledMMLinear: "linear layers by scaled_mm of PyTorch",
+    Int8Linear: "linear layers by the CPU operations",
+    Int4Linear: "linear layers by the CPU operations",
+    CpuFourBitExperts: "layers of experts by the CPU operations",
 }

@@ -94,9 +94,7 @@ _KINDS: dict[Quantization, _Kind | None] = {
 }  # fmt: skip
 
 
-def _bytes_of(
-    model: nn.Module, dtype: torch.dtype, kind_of: Callable[[str], _Kind | None], experts: bool
-) -> int:
+def _bytes_of(model: nn.Module, dtype: torch.dtype, kind_of: Callable[[str], _Kind | None], experts: bool) -> int:
     """Return the bytes of the weights of a model. ``kind_of``: of quantised weights, by the name of their part.
 
     ``experts``: the experts of mixtures are quantised, too.
