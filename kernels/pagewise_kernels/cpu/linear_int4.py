@@ -7,9 +7,7 @@ import torch
 
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import check_input, in_panels
-
-GROUPS = (128, 64, 32)
-"""The numbers of slots that may share a scale in packed weights."""
+from pagewise_kernels.input_slots import slots_of
 
 
 class Layout(NamedTuple):
@@ -50,7 +48,7 @@ class Int4Weight:
         self._library = load_library()
         _check(codes, scales, zeros, group_of)
         self.outs, self.ins = codes.shape
-        slots, self.group = _slots(group_of)
+        slots, self.group = slots_of(group_of)
         self._num_slots, self._groups = len(slots), len(slots) // self.group
         self.order = None if torch.equal(slots[: self.ins], torch.arange(self.ins)) else slots.int()
         self.packed = in_panels(_words(codes, slots))
@@ -105,22 +103,6 @@ def _check(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
         raise ValueError(f"an input is of group {int(group_of.min())} or {int(group_of.max())} of {scales.shape[1]}")
     if not bool(scales.isfinite().all()):
         raise ValueError("a scale of weights in four bits is not finite")
-
-
-def _slots(group_of: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the input of each slot, int64 [slots], -1: none, and the number of slots that share a scale."""
-    order, counts = group_of.argsort(stable=True), group_of.bincount()
-
-    def padded(group: int) -> torch.Tensor:
-        return -(-counts // group) * group
-
-    # The bytes of a slot and its part of a scale and a zero, in the sizes that they have with each number of slots.
-    group = min(GROUPS, key=lambda group: float(padded(group).sum()) * (1 / 2 + 3 / group))
-    taken = padded(group)
-    shift = (taken.cumsum(0) - taken) - (counts.cumsum(0) - counts)
-    slots = torch.full((int(taken.sum()),), -1)
-    slots[torch.arange(len(order)) + shift[group_of[order]]] = order
-    return slots, group
 
 
 def _words(codes: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
