@@ -84,8 +84,9 @@ def instructions(dtype: torch.dtype, block: int) -> str:
     """
     kind, bits, ones, nothing, _ = _KINDS[dtype]
     return (
-        f"{{ .reg .b32 code; shr.b32 code, $1, {4 * block}; lop3.b32 code, code, {0x000F000F}, {bits}, 0xea; "
-        f"fma.rn.{kind} code, code, {ones}, $2; fma.rn.{kind} $0, code, $3, {nothing}; }}"
+        f"{{ .reg .b32 code, one, none; mov.b32 one, {ones}; mov.b32 none, {nothing}; shr.b32 code, $1, {4 * block}; "
+        f"lop3.b32 code, code, {0x000F000F}, {bits}, 0xea; "
+        f"fma.rn.{kind} code, code, one, $2; fma.rn.{kind} $0, code, $3, none; }}"
     )
 
 
@@ -95,10 +96,11 @@ def _weights(
 ):  # fmt: skip
     """The weights of a block of inputs, [outs, BLOCK]."""
     if NUMBERS[0] != "":
-        return tl.inline_asm_elementwise(
+        made = tl.inline_asm_elementwise(
             NUMBERS[block], "=r,r,r,r", [words, (-LEAST - zero).to(COMPUTE)[:, None], scale.to(COMPUTE)[:, None]],
-            COMPUTE, is_pure=True, pack=2,
+            tl.int16, is_pure=True, pack=2,
         )  # fmt: skip
+        return made.to(COMPUTE, bitcast=True)
     code = (words.to(tl.int32) >> 4 * block) & 15
     return ((code.to(tl.float32) - zero[:, None]) * scale.to(tl.float32)[:, None]).to(COMPUTE)
 
