@@ -9,7 +9,8 @@ GROUPS = (128, 64, 32)
 def slots_of(group_of: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the input of each slot, int64 [slots], -1: none, and the number of slots that share a scale.
 
-    ``group_of`` int64 [ins]: the group of each input. Inputs of one group take the slots of as many scales as they need.
+    ``group_of`` int64 [ins]: the group of each input. Inputs of one group take the slots of as many scales as they
+    need.
     """
     order, counts = group_of.argsort(stable=True), group_of.bincount()
 

@@ -2,10 +2,10 @@
 
     out = x · ((codes - zeros) · scales)ᵀ + bias
 
-As in ``mxfp4_experts``, a tile of the weight is the left operand, which tensor cores take from registers, and four codes
-lie in a word of 16 bits, 32 inputs apart. A code in the lowest bits of the mantissa of 128 (in float16: of 1024) is a
-number of 16 bits; minus that and the zero it is a whole number, which is exact, and times the scale it is rounded to the
-type of x. Where there are fewer tiles than multiprocessors, the inner dimension is split as in ``skinny_linear``.
+As in ``mxfp4_experts``, a tile of the weight is the left operand, which tensor cores take from registers, and four
+codes lie in a word of 16 bits, 32 inputs apart. A code in the lowest bits of the mantissa of 128 (in float16: of 1024)
+is a number of 16 bits; minus that and the zero it is a whole number, which is exact, and times the scale it is rounded
+to the type of x. Where there are fewer tiles than multiprocessors, the inner dimension is split as in ``skinny_linear``.
 """
 
 from typing import NamedTuple
@@ -28,8 +28,8 @@ class PackedInt4(NamedTuple):
     """A weight [outs, ins] in the layout that the kernel reads; its slots are a multiple of 128.
 
     A slot has an input, or is empty. ``codes`` int16 [slots / 128, outs, 32]: the lowest four bits are of the first of
-    four blocks of slots. ``scales`` floats [slots / group, outs], of the type of x. ``zeros`` uint8, likewise; None: all
-    are 8. ``order`` int64 [slots]: the input of each slot, or ``ins``: none; None: the inputs have their own order.
+    four blocks of slots. ``scales`` floats [slots / group, outs], of the type of x. ``zeros`` uint8, likewise; None:
+    all are 8. ``order`` int64 [slots]: the input of each slot, or ``ins``: none; None: the inputs have their own order.
     """
 
     codes: torch.Tensor

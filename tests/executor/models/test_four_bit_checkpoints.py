@@ -10,11 +10,18 @@ import torch
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.four_bit_checkpoint import FourBitScheme, unpack_awq, unpack_compressed, unpack_gptq
+from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.kernel_choice import candidates
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.packed_linear import Int4Linear
 from pagewise_executor.models.quantised_families import Experts
-from pagewise_executor.models.quantised_linear import CpuFourBitExperts, JoinedLinear
+from pagewise_executor.models.quantised_linear import (
+    CpuFourBitExperts,
+    FourBitLinear,
+    JoinedLinear,
+    TritonInt4Linear,
+    make_fast,
+)
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
@@ -98,6 +105,16 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(
     for prompt, one in zip(PROMPTS, asked, strict=True):
         made = model.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
         assert one.sequences[0].output_token_ids.tolist() == made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("family", "name"), [("qwen3", "gptq, symmetric, act-order"), ("mixtral", "awq")])
+def test_triton_kernels_compute_models_in_four_bits(family: str, name: str, tmp_path: Path) -> None:
+    """Inputs are not rounded; experts are computed one after the other."""
+    model: Any = build_four_bits(FORMS[name], tmp_path, family, **SHAPE)
+    loaded = load(tmp_path, kernels="triton").model
+    assert sum(isinstance(module, TritonInt4Linear) for module in loaded.modules()) >= 4
+    check_served(tmp_path, model, within=1e-3, prompts=PROMPTS[:1], kernels="triton")
 
 
 @pytest.mark.parametrize(
@@ -195,11 +212,15 @@ def test_other_forms_in_four_bits_are_refused_by_name_before_the_weights_are_rea
 def test_what_cannot_compute_four_bits_is_refused(tmp_path: Path) -> None:
     need_cpu_kernels()
     build_four_bits(FourBits("awq"), tmp_path, "llama", **SHAPE)
-    assert "in four bits, which is for the CPU in float32: the rest" in refused(tmp_path, dtype="bfloat16")
-    assert "which is for the CPU in float32: not with --kernels triton" in refused(tmp_path, kernels="triton")
+    assert "in four bits: the rest of the model computes in float32" in refused(tmp_path, dtype="bfloat16")
     assert "the weights of this checkpoint are quantised already" in refused(tmp_path, quantization="int4")
-    with pytest.raises(ModelError, match="which is for the CPU in float32: not on cuda"):
-        candidates(ExecutorConfig(model="m"), torch.device("cuda"), torch.bfloat16, True, True)
+    with pytest.raises(ModelError, match="in four bits: on cuda not with --kernels torch"):
+        candidates(ExecutorConfig(model="m", kernels="torch"), torch.device("cuda"), torch.bfloat16, True, True)
+    linear = FourBitLinear(
+        FourBitWeight(torch.zeros(2, 32).byte(), torch.ones(2, 1), None, torch.zeros(32).long()), None
+    )
+    with pytest.raises(ValueError, match="need the Triton kernels, which cannot compute this model"):
+        make_fast(torch.nn.Sequential(torch.nn.Linear(1, 1), linear), "torch", torch.device("cuda"), "")
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.qweight"] = tensors["model.layers.0.mlp.up_proj.qweight"][:-1].contiguous()
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

@@ -41,8 +41,8 @@ def candidates(
         raise ModelError(f"--quantization {config.quantization}: {error}")
     if stored and config.deterministic:
         raise ModelError(f"{config.model}: its weights are quantised, which does not go together with --deterministic")
-    if four_bits and (error := _error_of_cpu_weights(config, device, dtype)):
-        raise ModelError(f"{config.model}: its weights are in four bits, which is for the CPU in float32: {error}")
+    if four_bits and (error := _error_of_four_bits(config, device, dtype)):
+        raise ModelError(f"{config.model}: its weights are in four bits: {error}")
     if config.attention != "auto":
         from pagewise_executor.attention.prefill_choice import refuse_attention
 
@@ -144,6 +144,13 @@ def _error_of_cpu_weights(config: ExecutorConfig, device: torch.device, dtype: t
     if dtype != torch.float32:
         return f"the rest of the model computes in float32, not in {str(dtype).removeprefix('torch.')}"
     return _error_of_library()
+
+
+def _error_of_four_bits(config: ExecutorConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Return why no kernels compute a checkpoint in four bits."""
+    if device.type == "cpu" and config.kernels != "triton":
+        return _error_of_cpu_weights(config, device, dtype)
+    return "" if config.kernels in ("auto", "triton") else f"on {device} not with --kernels {config.kernels}"
 
 
 def _error_of_library() -> str:

@@ -81,7 +81,8 @@ def prepare(
 def _replace_linears(
     config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str, *, alone: bool
 ) -> int:
-    pack_four_bit_experts(model, part)
+    if kernels != "triton" and device.type == "cpu":
+        pack_four_bit_experts(model, part)
     make_fast(model, kernels, device, part)
     make_mxfp4_fast(model, kernels, part)
     if kernels == "triton":

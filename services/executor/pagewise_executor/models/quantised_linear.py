@@ -79,7 +79,7 @@ class QuantisedLinear(nn.Module):
 
 
 class FourBitLinear(nn.Module):
-    """A linear layer in four bits that has been read, and does not compute: ``make_fast`` makes it an ``Int4Linear``.
+    """A linear layer in four bits that has been read, and does not compute: ``make_fast`` replaces it.
 
     ``weight`` [out, in] has the shape and the type of the rest of the model, but no data.
     """
@@ -89,6 +89,30 @@ class FourBitLinear(nn.Module):
         self.quantised = quantised
         self.bias = None if bias is None else nn.Buffer(bias.detach())
         self.weight = torch.empty(quantised.codes.shape, device="meta")
+
+
+class TritonInt4Linear(nn.Module):
+    """A linear layer in four bits by a Triton kernel, for inputs of type ``dtype``, to which scales are rounded.
+
+    ``weight``: as of ``FourBitLinear``.
+
+    Raises:
+        ValueError: a scale is not finite in that type.
+    """
+
+    def __init__(self, weight: FourBitWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        from pagewise_kernels.int4_linear import pack
+
+        super().__init__()
+        self.packed = pack(weight.codes, weight.scales, weight.zeros, weight.group_of, dtype)
+        self.bias = None if bias is None else nn.Buffer(bias.detach())
+        self.weight = torch.empty(weight.codes.shape, dtype=dtype, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [.., in] to [.., out]."""
+        from pagewise_kernels.int4_linear import int4_linear
+
+        return int4_linear(x.reshape(-1, x.shape[-1]), self.packed, self.bias).view(*x.shape[:-1], len(self.weight))
 
 
 class CpuFourBitExperts(nn.Module):
@@ -233,12 +257,24 @@ def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
 
 
 def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: str) -> None:
-    """Replace the quantised linear layers within a part of a model by the fastest form that these kernels have."""
+    """Replace the quantised linear layers within a part of a model by the fastest form that these kernels have.
+
+    Raises:
+        ValueError: the kernels do not compute weights in four bits, or a scale is not finite in the type of the model.
+    """
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if type(module) is QuantisedLinear:
             model.set_submodule(name, _fast(module, kernels, device))
         elif isinstance(module, FourBitLinear):
-            model.set_submodule(name, Int4Linear(module.quantised, module.bias))
+            model.set_submodule(name, _fast_four_bits(module, kernels, device, next(model.parameters()).dtype))
+
+
+def _fast_four_bits(module: FourBitLinear, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    if kernels == "triton":
+        return TritonInt4Linear(module.quantised, module.bias, dtype)
+    if device.type != "cpu":
+        raise ValueError(f"on {device} weights in four bits need the Triton kernels, which cannot compute this model")
+    return Int4Linear(module.quantised, module.bias)
 
 
 def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
@@ -329,7 +365,8 @@ def _kept(model: nn.Module) -> Counter[str]:
 
 def _change(linears: Sequence[nn.Module]) -> str:
     """Return how much rounding has changed weights, where they were rounded while they were loaded."""
-    rounding = [linear.rounding for linear in linears if isinstance(linear, Int8Linear | _FourBits)]
+    rounded = Int8Linear | Int4Linear | CpuFourBitExperts
+    rounding = [linear.rounding for linear in linears if isinstance(linear, rounded)]
     if not (squares := sum(one for one, _ in rounding)):
         return ""
     change = 100 * math.sqrt(sum(error for _, error in rounding) / squares)
@@ -341,12 +378,13 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count}"
 
 
-_FourBits = Int4Linear | CpuFourBitExperts
+_FourBits = Int4Linear | TritonInt4Linear | CpuFourBitExperts
 _WAYS = {
     QuantisedLinear: "linear layers by PyTorch",
     TritonQuantisedLinear: "linear layers by Triton",
     ScaledMMLinear: "linear layers by scaled_mm of PyTorch",
     Int8Linear: "linear layers by the CPU operations",
+    TritonInt4Linear: "linear layers by Triton",
     Int4Linear: "linear layers by the CPU operations",
     CpuFourBitExperts: "layers of experts by the CPU operations",
 }
