@@ -5,9 +5,11 @@
 As in ``mxfp4_experts``, a tile of the weight is the left operand, which tensor cores take from registers, and four
 codes lie in a word of 16 bits, 32 inputs apart. A code in the lowest bits of the mantissa of 128 (in float16: of 1024)
 is a number of 16 bits; minus that and the zero it is a whole number, which is exact, and times the scale it is rounded
-to the type of x. Where there are fewer tiles than multiprocessors, the inner dimension is split as in ``skinny_linear``.
+to the type of x. Where there are fewer tiles than multiprocessors, the inner dimension is split as in
+``skinny_linear``.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -77,6 +79,10 @@ _KINDS = {torch.bfloat16: ("bf16x2", 0x43004300, 0x3F803F80, 0x80008000, 128.0),
 number."""
 
 
+_OF_BLOCKS = ("NUMBERS", "NUMBERS_1", "NUMBERS_2", "NUMBERS_3")
+
+
+@functools.cache
 def instructions(dtype: torch.dtype, block: int) -> str:
     """Return PTX that makes of two words two weights of a block, given minus the zeros and the scales.
 
@@ -92,12 +98,16 @@ def instructions(dtype: torch.dtype, block: int) -> str:
 
 @triton.jit
 def _weights(
-    words, scale, zero, block: tl.constexpr, COMPUTE: tl.constexpr, NUMBERS: tl.constexpr, LEAST: tl.constexpr
+    words, scale, zero, block: tl.constexpr, COMPUTE: tl.constexpr, NUMBERS: tl.constexpr, NUMBERS_1: tl.constexpr,
+    NUMBERS_2: tl.constexpr, NUMBERS_3: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """The weights of a block of inputs, [outs, BLOCK]."""
-    if NUMBERS[0] != "":
+    if NUMBERS != "":
+        first_two: tl.constexpr = NUMBERS if block == 0 else NUMBERS_1
+        last_two: tl.constexpr = NUMBERS_2 if block == 2 else NUMBERS_3
+        numbers: tl.constexpr = first_two if block < 2 else last_two
         made = tl.inline_asm_elementwise(
-            NUMBERS[block], "=r,r,r,r", [words, (-LEAST - zero).to(COMPUTE)[:, None], scale.to(COMPUTE)[:, None]],
+            numbers, "=r,r,r,r", [words, (-LEAST - zero).to(COMPUTE)[:, None], scale.to(COMPUTE)[:, None]],
             tl.int16, is_pure=True, pack=2,
         )  # fmt: skip
         return made.to(COMPUTE, bitcast=True)
@@ -110,7 +120,8 @@ def int4_linear_kernel(
     x, codes, scales, zeros, bias, out, parts, arrivals, num_rows, size_in, size_out, part_size, stride_x, stride_out,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, NUMBERS: tl.constexpr,
-    LEAST: tl.constexpr, PDL: tl.constexpr = False,
+    NUMBERS_1: tl.constexpr, NUMBERS_2: tl.constexpr, NUMBERS_3: tl.constexpr, LEAST: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Programs: tile of columns and rows, neighbours with the same columns; part of the inner dimension, ``part_size``
     slots. ``parts`` and ``arrivals``: as of ``skinny_linear_kernel``. ``WHOLE``: no slot is beyond ``size_in``."""
@@ -135,7 +146,7 @@ def int4_linear_kernel(
                 a = tl.load(x_rows[None, :] + inputs[:, None])
             else:
                 a = tl.load(x_rows[None, :] + inputs[:, None], mask=(inputs < size_in)[:, None], other=0.0)
-            w = _weights(words, scale, zero, block, COMPUTE, NUMBERS, LEAST)
+            w = _weights(words, scale, zero, block, COMPUTE, NUMBERS, NUMBERS_1, NUMBERS_2, NUMBERS_3, LEAST)
             acc = tl.dot(w, a.to(COMPUTE), acc, input_precision=PRECISION)
     at = (tile * COLUMNS + tl.arange(0, COLUMNS))[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     finished = num_parts == 1
@@ -198,6 +209,7 @@ def int4_linear(x: torch.Tensor, weight: PackedInt4, bias: torch.Tensor | None =
     shape = (num_parts * (num_parts > 1), tiles, tile.columns, tile.rows)
     parts = torch.empty(shape, dtype=torch.float32, device=x.device)
     in_asm = x.dtype in _KINDS and not interpreted()
+    numbers = [instructions(x.dtype, block) if in_asm else "" for block in range(AT_ONCE)]
     launch(
         int4_linear_kernel, (tiles, num_parts),
         x, weight.codes, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
@@ -205,8 +217,8 @@ def int4_linear(x: torch.Tensor, weight: PackedInt4, bias: torch.Tensor | None =
         part_size, x.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, BLOCK=BLOCK, GROUP=weight.group, HAS_ZEROS=weight.zeros is not None,
         HAS_BIAS=bias is not None, WHOLE=size_in % turn == 0, **compute_options(x.dtype),
-        NUMBERS=tuple(instructions(x.dtype, block) if in_asm else "" for block in range(AT_ONCE)),
-        LEAST=_KINDS[x.dtype][-1] if in_asm else 0.0, num_warps=tile.num_warps, num_stages=tile.stages,
+        **dict(zip(_OF_BLOCKS, numbers, strict=True)), LEAST=_KINDS[x.dtype][-1] if in_asm else 0.0,
+        num_warps=tile.num_warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
