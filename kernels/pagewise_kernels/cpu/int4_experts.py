@@ -18,6 +18,7 @@ class Int4Parts(NamedTuple):
     zeros: torch.Tensor | None
     group_of: torch.Tensor
     bias: torch.Tensor | None = None
+    unit: float | None = None
 
     def in_halves(self) -> "Int4Parts":
         """Return the weight with outputs of zeros behind each half of its outputs, so that both begin a panel."""
@@ -29,7 +30,7 @@ class Int4Parts(NamedTuple):
             return torch.cat([values[:half], empty_rows, values[half:], empty_rows])
 
         zeros, bias = (None if part is None else padded(part) for part in (self.zeros, self.bias))
-        return Int4Parts(padded(self.codes), padded(self.scales), zeros, self.group_of, bias)
+        return Int4Parts(padded(self.codes), padded(self.scales), zeros, self.group_of, bias, self.unit)
 
 
 class Int4Experts(Experts):
@@ -51,8 +52,8 @@ class Int4Experts(Experts):
         layouts = [[weight.layout for weight in weights] for weights in self._weights]
         self._tables = torch.tensor([[[*one.pointers, *one[2:]] for one in half] for half in layouts])
         self._factors = torch.tensor([[one.factor for one in half] for half in layouts])
-        self._most_groups = int(self._tables[..., -2].max())
-        self._most_slots = int(self._tables[..., -2:].prod(dim=-1).max())
+        self._most_groups = int(self._tables[..., -3].max())
+        self._most_slots = int(self._tables[..., -3:-1].prod(dim=-1).max())
         self._activation = activation
 
     @property

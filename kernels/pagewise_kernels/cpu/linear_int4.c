@@ -1,6 +1,9 @@
 // Linear layers with weights in four bits: codes from 0 to 15, minus a zero, times a scale for each group of inputs of an
 // output. Codes become numbers in registers.
 //
+// With ``e2m1``, codes are numbers of four bits with a sign, two bits of exponent and one of mantissa instead, whose
+// doubles plus E2M1_ZERO are the codes that are computed.
+//
 // Inputs are either quantised, to eight bits with a scale for each group of a row: then the sum of a group is a whole
 // number. Or they stay in float32, and the weights are made float32 panel by panel. In both, the result for a row does
 // not depend on the other rows.
@@ -14,7 +17,7 @@
 
 // A word has CODES codes of an output: byte i has that of input i in its lower half and that of input i + 4 in its upper.
 // CHUNK inputs are summed in 16 bits; it divides a group.
-enum { CODES = 8, CHUNK = 32, MOST_GROUP = 128, SYMMETRIC_ZERO = 8 };
+enum { CODES = 8, CHUNK = 32, E2M1_CHUNK = 16, MOST_GROUP = 128, SYMMETRIC_ZERO = 8, E2M1_ZERO = 12 };
 
 // A block of so many rows times NR vectors of outputs is summed in registers.
 enum { BLOCK_ROWS = 4 };
@@ -35,7 +38,7 @@ struct linear_int4 {
   void *inputs;
   float *input_scales;
   int32_t *input_sums;
-  long exact, rows, given, groups, group, outs, x_stride, next;
+  long e2m1, exact, rows, given, groups, group, outs, x_stride, next;
 };
 
 INLINE words load_words(const uint32_t *p) {
@@ -150,14 +153,35 @@ INLINE ints sum_partial(partial sums) {
 #endif
 }
 
+// Of each byte of four bits: the double of its number in e2m1, plus E2M1_ZERO.
+INLINE words doubled_e2m1(words codes) {
+  static const uint8_t table[64] __attribute__((aligned(64))) = {
+      12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0, 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0,
+      12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0, 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if VEC == 16
+  return (words)_mm512_shuffle_epi8(_mm512_load_si512(table), (__m512i)codes);
+#elif VEC == 8
+  return (words)_mm256_shuffle_epi8(_mm256_load_si256((const __m256i *)table), (__m256i)codes);
+#elif defined(__x86_64__)
+  return (words)_mm_shuffle_epi8(_mm_load_si128((const __m128i *)table), (__m128i)codes);
+#else
+  return (words)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)codes);
+#endif
+}
+
+INLINE ints zero_of(const struct linear_int4 *a, long at) {
+  return a->zeros ? zeros_of(a->zeros + at) : (ints){} + (a->e2m1 ? E2M1_ZERO : SYMMETRIC_ZERO);
+}
+
 // sums [mr][NR] += ``depth`` slots of a panel's codes times bytes [mr] of rows. A code is at most 15, so that in 16 bits
-// the sum of CHUNK inputs fits.
-INLINE void add_slots(int mr, long depth, const uint32_t *codes, const int8_t *bytes, long stride, ints sums[][NR]) {
+// the sum of CHUNK inputs fits; with e2m1 it is at most 24, so that the sum of E2M1_CHUNK inputs does.
+INLINE void add_slots(int e2m1, int mr, long depth, const uint32_t *codes, const int8_t *bytes, long stride, ints sums[][NR]) {
   partial held[BLOCK_ROWS][NR];
   memset(held, 0, sizeof(held));
   for (long k = 0; k < depth; k += CODES, codes += PANEL)
     for (int n = 0; n < NR; n++) {
       words both = load_words(codes + n * VEC), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
+      if (e2m1) low = doubled_e2m1(low), high = doubled_e2m1(high);
       for (int m = 0; m < mr; m++) {
         held[m][n] = add_codes(held[m][n], low, bytes + m * stride + k);
         held[m][n] = add_codes(held[m][n], high, bytes + m * stride + k + CODES / 2);
@@ -168,7 +192,7 @@ INLINE void add_slots(int mr, long depth, const uint32_t *codes, const int8_t *b
 }
 
 // totals [mr][NR] = rows times a panel, without the bias.
-INLINE void sum_rows(const struct linear_int4 *a, int mr, long row, long panel, floats totals[][NR]) {
+INLINE void sum_rows_of(const struct linear_int4 *a, int e2m1, int mr, long row, long panel, floats totals[][NR]) {
   long slots = a->groups * a->group;
   const uint32_t *codes = a->codes + panel * slots / CODES * PANEL;
   memset(totals, 0, mr * NR * sizeof(floats));
@@ -177,13 +201,15 @@ INLINE void sum_rows(const struct linear_int4 *a, int mr, long row, long panel, 
     const int8_t *bytes = (const int8_t *)a->inputs + row * slots + g * a->group;
     ints sums[BLOCK_ROWS][NR];
     for (int n = 0; n < NR; n++) {
-      ints zeros = a->zeros ? zeros_of(a->zeros + at + n * VEC) : (ints){} + SYMMETRIC_ZERO;
+      ints zeros = zero_of(a, at + n * VEC);
       for (int m = 0; m < mr; m++) sums[m][n] = zeros * a->input_sums[(row + m) * a->groups + g];
     }
 #if defined(__AVX512VNNI__)
-    add_slots(mr, a->group, codes, bytes, slots, sums);
+    add_slots(e2m1, mr, a->group, codes, bytes, slots, sums);
 #else
-    for (long k = 0; k < a->group; k += CHUNK) add_slots(mr, CHUNK, codes + k / CODES * PANEL, bytes + k, slots, sums);
+    long chunk = e2m1 ? E2M1_CHUNK : CHUNK;
+    for (long k = 0; k < a->group; k += chunk)
+      add_slots(e2m1, mr, chunk, codes + k / CODES * PANEL, bytes + k, slots, sums);
 #endif
     for (int n = 0; n < NR; n++) {
       floats scales = from_float16(a->scales + at + n * VEC);
@@ -193,6 +219,13 @@ INLINE void sum_rows(const struct linear_int4 *a, int mr, long row, long panel, 
       }
     }
   }
+}
+
+INLINE void sum_rows(const struct linear_int4 *a, int mr, long row, long panel, floats totals[][NR]) {
+  if (a->e2m1)
+    sum_rows_of(a, 1, mr, row, panel, totals);
+  else
+    sum_rows_of(a, 0, mr, row, panel, totals);
 }
 
 INLINE void compute_rows(const struct linear_int4 *a, int mr, long row, long panel) {
@@ -225,11 +258,12 @@ INLINE void unpack(const struct linear_int4 *a, long number, long g, float *pane
   const uint32_t *codes = a->codes + at / CODES * a->group;
   for (int n = 0; n < NR; n++) {
     floats scales = from_float16(a->scales + at + n * VEC) * a->factor;
-    ints zeros = a->zeros ? zeros_of(a->zeros + at + n * VEC) : (ints){} + SYMMETRIC_ZERO;
+    ints zeros = zero_of(a, at + n * VEC);
     for (long k = 0; k < a->group; k += CODES) {
       words left = load_words(codes + k / CODES * PANEL + n * VEC);
       for (int i = 0; i < CODES; i++) {
-        ints code = (ints)(left >> (i % 4 * 8 + i / 4 * 4) & 15);
+        words four = left >> (i % 4 * 8 + i / 4 * 4) & 15;
+        ints code = (ints)(a->e2m1 ? doubled_e2m1(four) & 255 : four);
         store(panel + (k + i) * PANEL, n * VEC, __builtin_convertvector(code - zeros, floats) * scales, 0);
       }
     }
@@ -276,11 +310,11 @@ enum { ALONE_PRODUCTS = 1 << 20, ALONE_INPUTS = 1 << 17 };
 
 EXPORT void pagewise_linear_int4(const float *x, long x_stride, const int32_t *order, const uint32_t *codes,
                                  const uint16_t *scales, const uint8_t *zeros, const float *bias, float factor,
-                                 float *out, void *inputs, float *input_scales, int32_t *input_sums, long exact,
-                                 long rows, long given, long groups, long group, long outs, long threads,
+                                 float *out, void *inputs, float *input_scales, int32_t *input_sums, long e2m1,
+                                 long exact, long rows, long given, long groups, long group, long outs, long threads,
                                  parallel_fn parallel) {
   struct linear_int4 a = {x, order, codes, scales, zeros, bias, factor, out, inputs, input_scales, input_sums,
-                          exact, rows, given, groups, group, outs, x_stride, 0};
+                          e2m1, exact, rows, given, groups, group, outs, x_stride, 0};
   run_team(parallel, rows * given < ALONE_INPUTS ? 1 : threads, read_rows, &a);
   a.next = 0;
   run_team(parallel, rows * given * outs < ALONE_PRODUCTS ? 1 : threads, exact ? compute_exact_blocks : compute_blocks, &a);
@@ -293,7 +327,7 @@ struct int4_weight {
   const uint16_t *scales;
   const uint8_t *zeros;
   const float *bias;
-  long groups, group;
+  long groups, group, e2m1;
 };
 
 // The experts of a mixture. Of gate_up [experts], each has first the panels of gate and then those of up; down [experts].
@@ -321,7 +355,7 @@ static struct linear_int4 layer_of(const struct int4_experts *a, int down, long 
   return (struct linear_int4){
       (down ? a->activated : a->x) + first * ins, w->order, w->codes, w->scales, w->zeros, down ? w->bias : 0,
       a->factors[down * a->experts + expert], a->out + first * a->hidden, a->inputs + first * a->slots,
-      a->input_scales + first * a->groups, a->input_sums + first * a->groups, 0, a->starts[at + 1] - first, ins,
+      a->input_scales + first * a->groups, a->input_sums + first * a->groups, w->e2m1, 0, a->starts[at + 1] - first, ins,
       w->groups, w->group, a->hidden, ins, 0};
 }
 

@@ -11,13 +11,14 @@ from pagewise_kernels.input_slots import slots_of
 
 
 class Layout(NamedTuple):
-    """The addresses of order, codes, scales, zeros and bias, 0: there is none; the factor of the scales; and the number
-    and the size of groups."""
+    """The addresses of order, codes, scales, zeros and bias, 0: there is none; the factor of the scales; the number and
+    the size of groups; and whether codes are in e2m1."""
 
     pointers: list[int]
     factor: float
     groups: int
     group: int
+    e2m1: bool
 
 
 class Int4Weight:
@@ -33,6 +34,9 @@ class Int4Weight:
     uint8 [panels, slots / group, panel]. Scales are kept divided by a power of two for the layer, so that those in
     float16 or bfloat16 keep their values.
 
+    ``unit``: codes are numbers in e2m1 (see ``pagewise_kernels.mxfp4``) instead, without zeros, and a weight is such a
+    number · scale. 16 slots share a scale, and scales are kept divided by the unit.
+
     Raises:
         ValueError: shapes do not fit, or scales are not finite. TypeError: types do not fit.
     """
@@ -44,18 +48,21 @@ class Int4Weight:
         zeros: torch.Tensor | None,
         group_of: torch.Tensor,
         bias: torch.Tensor | None = None,
+        unit: float | None = None,
     ) -> None:
         self._library = load_library()
         _check(codes, scales, zeros, group_of)
         self.outs, self.ins = codes.shape
-        slots, self.group = slots_of(group_of)
+        self._e2m1 = unit is not None
+        slots, self.group = slots_of(group_of, (16,)) if self._e2m1 else slots_of(group_of)
         self._num_slots, self._groups = len(slots), len(slots) // self.group
         self.order = None if torch.equal(slots[: self.ins], torch.arange(self.ins)) else slots.int()
         self.packed = in_panels(_words(codes, slots))
         largest = float(scales.abs().max())
-        self._factor = 2.0 ** (math.frexp(largest)[1] - 15)
+        unit = unit or 2.0 ** (math.frexp(largest)[1] - 15)
+        self._factor = unit / 2 if self._e2m1 else unit  # the doubles of numbers in e2m1 are whole
         taken = group_of[slots.view(-1, self.group)[:, 0]]
-        self.scales = in_panels((scales / self._factor).half()[:, taken])
+        self.scales = in_panels((scales / unit).half()[:, taken])
         self.zeros = None if zeros is None else in_panels(zeros[:, taken])
         self.bias = None if bias is None else bias.detach().float().contiguous()
         parts = (self.order, self.packed, self.scales, self.zeros, self.bias)
@@ -64,7 +71,7 @@ class Int4Weight:
     @property
     def layout(self) -> Layout:
         """What an operation of several weights needs to know of this one."""
-        return Layout([pointer or 0 for pointer in self._pointers], self._factor, self._groups, self.group)
+        return Layout([pointer or 0 for pointer in self._pointers], self._factor, self._groups, self.group, self._e2m1)
 
     @property
     def num_bytes(self) -> int:
@@ -85,8 +92,8 @@ class Int4Weight:
         scales, sums = x.new_empty(rows, self._groups), x.new_empty(rows, self._groups, dtype=torch.int32)
         self._library.pagewise_linear_int4(
             x.data_ptr(), x.stride(0), *self._pointers, self._factor, out.data_ptr(), inputs.data_ptr(),
-            scales.data_ptr(), sums.data_ptr(), exact, rows, self.ins, self._groups, self.group, self.outs, threads(),
-            parallel_regions(),
+            scales.data_ptr(), sums.data_ptr(), self._e2m1, exact, rows, self.ins, self._groups, self.group, self.outs,
+            threads(), parallel_regions(),
         )  # fmt: skip
         return out
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from pagewise_executor.models import four_bit_weight
 from pagewise_executor.models.cpu_mixtures import find_experts
+from pagewise_executor.models.four_bit_linear import CpuFourBitExperts, FourBitLinear
 from pagewise_executor.models.four_bit_weight import FourBitWeight, quantise
 from pagewise_executor.models.quantised_families import Experts
-from pagewise_executor.models.quantised_linear import CpuFourBitExperts, FourBitLinear
 
 if TYPE_CHECKING:
     from pagewise_kernels.cpu.int4_experts import Int4Parts
@@ -79,4 +79,4 @@ def _of_expert(linears: Sequence[nn.Module]) -> "tuple[Int4Parts, Int4Parts] | N
 def _parts(weight: FourBitWeight, bias: torch.Tensor | None) -> "Int4Parts":
     from pagewise_kernels.cpu.int4_experts import Int4Parts
 
-    return Int4Parts(weight.codes, weight.scales, weight.zeros, weight.group_of, bias)
+    return Int4Parts(weight.codes, weight.scales, weight.zeros, weight.group_of, bias, weight.unit)

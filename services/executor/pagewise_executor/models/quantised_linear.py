@@ -7,13 +7,15 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.models import four_bit_weight
+from pagewise_executor.models.four_bit_checkpoint import NVFP4_GROUP
+from pagewise_executor.models.four_bit_linear import CpuFourBitExperts, FourBitLinear, TritonInt4Linear
 from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.packed_linear import Int4Linear, Int8Linear, is_conv1d, is_quantised
 from pagewise_executor.models.quantised_weight import (
@@ -25,9 +27,6 @@ from pagewise_executor.models.quantised_weight import (
     quantise_inputs,
 )
 from pagewise_executor.models.skinny_linear import FEW_ROWS, RoundedRows, Rows
-
-if TYPE_CHECKING:
-    from pagewise_kernels.cpu.int4_experts import Int4Experts
 
 log = logging.getLogger(__name__)
 
@@ -76,59 +75,6 @@ class QuantisedLinear(nn.Module):
             rounded = values * scales
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(rounded, self.quantised.dequantised(), bias).to(x.dtype)
-
-
-class FourBitLinear(nn.Module):
-    """A linear layer in four bits that has been read, and does not compute: ``make_fast`` replaces it.
-
-    ``weight`` [out, in] has the shape and the type of the rest of the model, but no data.
-    """
-
-    def __init__(self, quantised: FourBitWeight, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.quantised = quantised
-        self.bias = None if bias is None else nn.Buffer(bias.detach())
-        self.weight = torch.empty(quantised.codes.shape, device="meta")
-
-
-class TritonInt4Linear(nn.Module):
-    """A linear layer in four bits by a Triton kernel, for inputs of type ``dtype``, to which scales are rounded.
-
-    ``weight``: as of ``FourBitLinear``.
-
-    Raises:
-        ValueError: a scale is not finite in that type.
-    """
-
-    def __init__(self, weight: FourBitWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        from pagewise_kernels.int4_linear import pack
-
-        super().__init__()
-        self.packed = pack(weight.codes, weight.scales, weight.zeros, weight.group_of, dtype)
-        self.bias = None if bias is None else nn.Buffer(bias.detach())
-        self.weight = torch.empty(weight.codes.shape, dtype=dtype, device="meta")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [.., in] to [.., out]."""
-        from pagewise_kernels.int4_linear import int4_linear
-
-        return int4_linear(x.reshape(-1, x.shape[-1]), self.packed, self.bias).view(*x.shape[:-1], len(self.weight))
-
-
-class CpuFourBitExperts(nn.Module):
-    """The experts of a mixture in four bits by the CPU operations, whose inputs are rounded to eight bits by group.
-
-    ``weight``: a tensor of as many numbers as the experts have, without data. ``rounding``: as of ``Int8Linear``.
-    """
-
-    def __init__(self, packed: "Int4Experts", rounding: tuple[float, float] = (0.0, 0.0)) -> None:
-        super().__init__()
-        self.packed, self.rounding = packed, rounding
-        self.weight = torch.empty(packed.num_weights, device="meta")
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sums [tokens, hidden] of the outputs of the ``chosen`` experts [tokens, k] for x."""
-        return self.packed.sums(x, chosen, weights)
 
 
 class TritonQuantisedLinear(QuantisedLinear):
@@ -270,11 +216,24 @@ def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: 
 
 
 def _fast_four_bits(module: FourBitLinear, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    weight = module.quantised
+    if weight.unit is not None and (kernels == "triton" or device.type != "cpu"):
+        own = QuantisedLinear(_in_eight_bits(weight), Inputs(quantised=False), dtype, module.bias)
+        return _fast(own, kernels, device)
     if kernels == "triton":
         return TritonInt4Linear(module.quantised, module.bias, dtype)
     if device.type != "cpu":
         raise ValueError(f"on {device} weights in four bits need the Triton kernels, which cannot compute this model")
     return Int4Linear(module.quantised, module.bias)
+
+
+def _in_eight_bits(weight: FourBitWeight) -> QuantisedWeight:
+    """Return the same weight as a weight in int8: the doubles of numbers in e2m1 are whole."""
+    starts = weight.group_of[::NVFP4_GROUP]
+    aligned = torch.equal(starts.repeat_interleave(NVFP4_GROUP)[: len(weight.group_of)], weight.group_of)
+    size = NVFP4_GROUP if aligned else 1  # a part of a rank may begin within a group
+    scales = (weight.scales / 2)[:, weight.group_of[::size].to(weight.scales.device)]
+    return QuantisedWeight(weight.doubled(), scales.contiguous(), (1, size))
 
 
 def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
