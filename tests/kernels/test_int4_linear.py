@@ -57,7 +57,7 @@ def test_instructions_put_every_code_into_a_number(dtype: torch.dtype) -> None:
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     parts = [None if part is None else part.to(device) for part in drawn(8, 64, 32, zeros=True, scattered=False)]
-    weight = pack(*parts, torch.float32)  # type: ignore[arg-type]
+    weight = pack(*parts, torch.float32)  # type: ignore[arg-type, call-arg]
     x = torch.zeros(1, 64, device=device)
     for kind, match, call in (
         (ValueError, "rows of 64 inputs", lambda: (x[:, :63], weight)),
@@ -68,4 +68,4 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
             int4_linear(*call())
     parts[1] = torch.full((8, 2), 1e6, device=device)
     with pytest.raises(ValueError, match=r"not finite in torch\.float16"):
-        pack(*parts, torch.float16)  # type: ignore[arg-type]
+        pack(*parts, torch.float16)  # type: ignore[arg-type, call-arg]

@@ -168,6 +168,25 @@ def test_each_rank_computes_its_part(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(parts[0] + parts[1], mlp.down_proj(inner), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("family", "name"), [("mixtral", "gptq"), ("qwen3_moe", "nvfp4")])
+def test_each_rank_computes_its_part_of_experts(family: str, name: str, tmp_path: Path) -> None:
+    need_cpu_kernels()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    model: Any = build_four_bits(FORMS[name], tmp_path, family, **sizes)
+    theirs = model.model.layers[0]
+    x, chosen, weights = torch.randn(5, 64), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    layers = [load(tmp_path, Ranks(rank, 2)).model.model.layers[0] for rank in (0, 1)]
+    with torch.no_grad():
+        expected, attended = theirs.mlp.experts(x, chosen, weights), theirs.self_attn.q_proj(x)
+    parts = [layer.mlp.experts for layer in layers]
+    assert all(isinstance(part, CpuFourBitExperts) and part.packed.inner == 32 for part in parts)
+    assert all(hasattr(part, "rank_sum") for part in parts)
+    found = sum(part.forward(x, chosen, weights) for part in parts)
+    assert float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
+    queries = torch.cat([layer.self_attn.q_proj.packed.linear(x, exact=True) for layer in layers], dim=1)
+    torch.testing.assert_close(queries, attended, rtol=1e-4, atol=1e-4)
+
+
 def test_a_bias_that_the_model_does_not_have_is_added_as_gptq_does(tmp_path: Path) -> None:
     need_cpu_kernels()
     model: Any = build_four_bits(FORMS["gptq"], tmp_path, "llama", **SHAPE)

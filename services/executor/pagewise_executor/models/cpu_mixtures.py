@@ -4,6 +4,7 @@ A module is replaced if the operations in C compute the same results for sample 
 other modules stay as they are.
 """
 
+import functools
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ def _experts(module: Any) -> "PackedExperts | None":
     if (found := find_experts(module)) is None:
         return None
     weights, activation = found
-    return PackedExperts(*weights, activation=activation)
+    return functools.partial(PackedExperts, activation=activation)(*weights)
 
 
 def find_experts(module: Any) -> "tuple[list[torch.Tensor], Activation] | None":
@@ -142,7 +143,7 @@ def find_experts(module: Any) -> "tuple[list[torch.Tensor], Activation] | None":
     activation = SILU
     if hasattr(module, "alpha") and hasattr(module, "limit"):
         activation = Activation(float(module.alpha), 1.0, float(module.limit))
-    first = PackedExperts(*(weight[:1] for weight in weights), activation=activation)
+    first = functools.partial(PackedExperts, activation=activation)(*(weight[:1] for weight in weights))
     # Gate and up of up to 3 and up to 100: other functions show in small ones, and limits in large ones.
     x = _some_tokens(2, first.hidden)
     largest = F.linear(x, weights[0][0]).abs().amax(dim=1, keepdim=True).clamp(min=1e-6)

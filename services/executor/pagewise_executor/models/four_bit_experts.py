@@ -32,15 +32,15 @@ def quantise_experts(model: nn.Module, within: str) -> None:
         if found is None:
             continue
         weights, activation = found
-        halves, squares, error = [], 0.0, 0.0
-        for weight, bias in zip(weights[:2], weights[2:] or [None, None], strict=True):
-            half = []
+        halves: list[list[Int4Parts]] = [[], []]
+        biases: list[torch.Tensor | None] = [*weights[2:]] or [None, None]
+        squares = error = 0.0
+        for half, weight, bias in zip(halves, weights[:2], biases, strict=True):
             for expert, one in enumerate(weight):
                 made, added = quantise(one)
                 squares, error = squares + float(torch.linalg.vector_norm(one)) ** 2, error + added
                 half.append(_parts(made, None if bias is None else bias[expert]))
-            halves.append(half)
-        packed = Int4Experts(*halves, activation)
+        packed = Int4Experts(halves[0], halves[1], activation)
         model.set_submodule(name, CpuFourBitExperts(packed, (squares, error)))
 
 
@@ -57,7 +57,8 @@ def pack_four_bit_experts(model: nn.Module, within: str) -> None:
             made = [_of_expert(linears) for linears in module.linears()]
             found = [one for one in made if one is not None]
             if found and len(found) == len(made):
-                model.set_submodule(name, CpuFourBitExperts(Int4Experts(*zip(*found, strict=True))))
+                packed = Int4Experts([gate_up for gate_up, _ in found], [down for _, down in found])
+                model.set_submodule(name, CpuFourBitExperts(packed))
             elif found:
                 log.warning("the experts %s are computed one after the other: not all can be joined", name)
 

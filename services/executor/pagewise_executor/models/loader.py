@@ -134,7 +134,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
     with _errors_of_loading(config, device):
         stored = checkpoint or family_checkpoint(
-            config, model_config, headers, device, quantised, dtype, max_model_len, ranks
+            config, whole, headers, device, quantised, dtype, max_model_len, ranks, model_config
         )
         read = None
         if stored is not None:
