@@ -129,13 +129,13 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     stored_so = quantised is not None and not quantised.in_floats
-    able = candidates(config, device, dtype, stored_so, quantised is not None and quantised.four_bits)
+    able = candidates(config, device, dtype, quantised)
     _log_device(config, device, dtype, len(files))
     check_weights(config, skeleton, headers, device, dtype, ranks.size, stored=stored_so)
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
     with _errors_of_loading(config, device):
         stored = checkpoint or family_checkpoint(
-            config, model_config, headers, device, quantised, dtype, max_model_len, ranks
+            config, whole, headers, device, quantised, dtype, max_model_len, ranks, model_config
         )
         read = None
         if stored is not None:
