@@ -34,6 +34,14 @@ class FourBits(NamedTuple):
                 "sym": not self.zeros, "checkpoint_format": self.form, "damp_percent": 0.1, "true_sequential": True,
                 "lm_head": False, "dynamic": None,
             }  # fmt: skip
+        if self.form == "modelopt":
+            return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "group_size": 16}
+        if self.form == "nvfp4":
+            float4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+            groups = {"targets": ["Linear"], "weights": float4 | {"dynamic": False},
+                     "input_activations": float4 | {"dynamic": "local"}, "output_activations": None}  # fmt: skip
+            return {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+                    "config_groups": {"group_0": groups}}  # fmt: skip
         if self.form == "awq":
             return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm",
                     "modules_to_not_convert": None}  # fmt: skip
@@ -59,6 +67,8 @@ FORMS = {
     "compressed-tensors, zeros": FourBits("compressed"),
     "compressed-tensors, act-order": FourBits("compressed", zeros=False, scattered=True),
     "compressed-tensors per channel": FourBits("compressed", zeros=False, group=0),
+    "nvfp4": FourBits("nvfp4", zeros=False, group=16),
+    "modelopt nvfp4": FourBits("modelopt", zeros=False, group=16),
 }
 
 
@@ -81,8 +91,33 @@ def words_of_awq(values: torch.Tensor) -> torch.Tensor:
     return words(values.unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1))
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
+def in_nvfp4(weight: torch.Tensor, form: str) -> Layer:
+    """Quantise a weight [outs, ins] to e2m1 with scales in float8 for 16 inputs, and one for layers of up to 8."""
+    unit = 8 / (6 * 448)
+    blocks = weight.detach().double().unflatten(1, (-1, 16))
+    scales = (blocks.abs().amax(dim=2) / 6 / unit).to(torch.float8_e4m3fn)
+    steps = scales.double()[..., None] * unit
+    ratios = torch.where(steps > 0, blocks / steps, 0.0)
+    codes = (ratios.abs()[..., None] - E2M1).abs().argmin(dim=-1)
+    exact = E2M1[codes] * ratios.sign() * steps
+    codes = (codes + 8 * (ratios < 0)).flatten(1)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    stored = {"weight_scale": scales}
+    if form == "modelopt":
+        stored |= {"weight": packed, "weight_scale_2": torch.tensor(unit), "input_scale": torch.tensor(0.1)}
+    else:
+        whole = {"weight_global_scale": torch.tensor([1 / unit]), "input_global_scale": torch.tensor([10.0])}
+        stored |= {"weight_packed": packed} | whole
+    return Layer(stored, exact.flatten(1))
+
+
 def quantised(weight: torch.Tensor, form: FourBits, group_of: torch.Tensor) -> Layer:
     """Quantise a weight [outs, ins]. ``group_of``: the group of each input, if they are scattered."""
+    if form.form in ("nvfp4", "modelopt"):
+        return in_nvfp4(weight, form.form)
     outs, ins = weight.shape
     groups = -(-ins // form.group) if form.group else 1
     of = group_of if form.scattered else torch.arange(ins) // (form.group or ins)

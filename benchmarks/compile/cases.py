@@ -20,6 +20,7 @@ from pagewise_kernels.attention.specialised import SPECIALISED, specialised_pref
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.experts import choose_experts, sum_of_experts
+from pagewise_kernels.int4_linear import PackedInt4, int4_linear
 from pagewise_kernels.kv_layer import FP8, INT8, KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
@@ -225,6 +226,11 @@ def _add_others() -> None:
         CASES[f"mxfp4 experts bf16 tokens {tokens}"] = partial(_mxfp4_experts, torch.bfloat16, tokens)
     for dtype in (torch.float16, torch.float32):
         CASES[f"mxfp4 experts {_name(dtype)} tokens 4096"] = partial(_mxfp4_experts, dtype, 4096)
+    for dtype, group, rows in (
+        *((torch.bfloat16, 128, rows) for rows in (16, 128, 1024)),
+        (torch.bfloat16, 32, 16), (torch.float16, 64, 128), (torch.float32, 128, 16),
+    ):  # fmt: skip
+        CASES[f"int4_linear {_name(dtype)} groups {group} rows {rows}"] = partial(_int4_linear, dtype, group, rows)
     CASES["rms_norm bf16 rounded"] = _rounded_rms_norm
     CASES["write_kv bf16 kv fp8"] = partial(_write_kv, torch.bfloat16, FP8, 8, 128)
     CASES["rope_write_kv bf16 kv fp8"] = partial(_rope_write_kv, torch.bfloat16, FP8)
@@ -322,6 +328,14 @@ def _mxfp4_experts(dtype: torch.dtype, tokens: int) -> None:
     x, weights = _empty(tokens, 2880, dtype=dtype), _empty(tokens, 4, dtype=dtype)
     chosen = _empty(tokens, 4, dtype=torch.int32)
     sum_of_mxfp4_experts(x, packed(5760, 2880), packed(2880, 2880), chosen, weights, limit=7.0, alpha=1.702)
+
+
+def _int4_linear(dtype: torch.dtype, group: int, rows: int) -> None:
+    ins, outs = 4096, 6144
+    codes = _empty(ins // 128, outs, 32, dtype=torch.int16)
+    scales, zeros = (_empty(ins // group, outs, dtype=kind) for kind in (dtype, torch.uint8))
+    weight = PackedInt4(codes, scales, zeros if group > 32 else None, None, ins, group)
+    int4_linear(_empty(rows, ins, dtype=dtype), weight)
 
 
 def _rounded_rms_norm() -> None:

@@ -49,7 +49,7 @@ def _row_scales(x, num_rows, stride_x, size_in, ROWS: tl.constexpr, PADDED: tl.c
 
 
 @triton.jit
-def _sum_of_parts(parts, stride_part, at, num_parts, AT_ONCE: tl.constexpr):
+def sum_of_parts(parts, stride_part, at, num_parts, AT_ONCE: tl.constexpr):
     """The sum of ``num_parts`` parts, of which each has its values ``at``, in their order.
 
     ``AT_ONCE``: parts that are not there are masked, so no read waits for the one before; registers have to suffice.
@@ -133,9 +133,9 @@ def skinny_linear_kernel(
         finished = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu") == num_parts - 1
         if finished:
             tl.store(arrivals + tile, 0)
-            gate = _sum_of_parts(parts, (2 if GATED else 1) * stride_part, at, num_parts, ROWS <= 64)
+            gate = sum_of_parts(parts, (2 if GATED else 1) * stride_part, at, num_parts, ROWS <= 64)
             if GATED:
-                up = _sum_of_parts(parts + stride_part, 2 * stride_part, at, num_parts, ROWS <= 64)
+                up = sum_of_parts(parts + stride_part, 2 * stride_part, at, num_parts, ROWS <= 64)
     if finished:
         if HAS_SCALES:
             gate *= tl.load(weight_scales + read)[:, None] * scales[None, :]
@@ -201,8 +201,8 @@ def skinny_linear(
         skinny_linear_kernel,
         (tiles, num_parts),
         x, x if x_scales is None else x_scales, weight, weight if weight_scales is None else weight_scales,
-        weight if bias is None else bias, out, parts, _arrivals(x.device, sms), rows, size_in, size_out, part_size,
-        x.stride(0), weight.stride(0), out.stride(0),
+        weight if bias is None else bias, out, parts, arrival_counters(x.device, sms), rows, size_in, size_out,
+        part_size, x.stride(0), weight.stride(0), out.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, INNER=tile.inner, GATED=gated, HAS_BIAS=bias is not None,
         HAS_SCALES=weight_scales is not None, ROUNDED_SIZE=power_of_two(size_in) if rounded else 0,
         WHOLE=size_in % part_size == 0, MOST=FP8_MOST, **compute_options(weight.dtype),
@@ -272,7 +272,7 @@ two programs share a multiprocessor, and where they do."""
 
 
 @functools.cache
-def _arrivals(device: torch.device, sms: int) -> torch.Tensor:
+def arrival_counters(device: torch.device, sms: int) -> torch.Tensor:
     """Return the counters of finished parts, int32 [sms]: a product that is split has no more tiles.
 
     One for all products of a device: they run one after the other, and each leaves zeros.

@@ -149,6 +149,12 @@ def test_quantised_checkpoints_count_in_eight_bits(tmp_path: Path) -> None:
     mixture = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
     mixture |= {"num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 151_936}
     assert 28 < weights("mixture", mixture | FP8) / GIB < 30, "30.5 billion, of which embeddings and head in 16 bits"
+    awq = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    linears = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    assert weights("8B", shape | awq) == converted - linears - 4 * 32 * (2 * 14336 + 3 * 4096 + 2 * 1024) + (
+        linears // 2 + linears // 128 * 3
+    )
+    assert 15.5 < weights("mixture", mixture | awq) / GIB < 16.5
 
 
 def test_quantised_checkpoints_that_the_loader_refuses_have_no_size(tmp_path: Path) -> None:
@@ -159,7 +165,7 @@ def test_quantised_checkpoints_that_the_loader_refuses_have_no_size(tmp_path: Pa
         return str(refusal.value)
 
     assert "quantised checkpoints are served of Llama" in refused("deepseek_v3", 1)
-    assert "quantised checkpoints of qwen3_moe are not divided among ranks" in refused("qwen3_moe", 2)
+    assert "quantised checkpoints of gemma2 are not divided among ranks" in refused("gemma2", 2)
 
 
 def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:

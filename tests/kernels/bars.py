@@ -89,6 +89,10 @@ _OF_3_7: Bars = _OF_3_9 | {
     ("mxfp4 experts bf16 tokens 256", "mxfp4_down_kernel"): Bar(124, (332, 112)),
     ("mxfp4 experts bf16 tokens 4096", "mxfp4_gate_up_kernel"): Bar(236, (550,)),
     ("mxfp4 experts bf16 tokens 4096", "mxfp4_down_kernel"): Bar(255, (545, 490)),
+    ("int4_linear bf16 groups 128 rows 16", "int4_linear_kernel"): Bar(52, (285,)),
+    ("int4_linear bf16 groups 32 rows 16", "int4_linear_kernel"): Bar(52, (315,)),
+    ("int4_linear bf16 groups 128 rows 128", "int4_linear_kernel"): Bar(114, (265,)),
+    ("int4_linear bf16 groups 128 rows 1024", "int4_linear_kernel"): Bar(255, (445,), spilled=36),
     # A token of a quarter of a head's state, and a chunk of 64 tokens.
     ("gated delta net decode bf16", "step_kernel"): Bar(96, (820,)),
     ("gated delta net chunks bf16", "prepare_kernel"): Bar(244, (132, 250, 100)),

@@ -79,6 +79,31 @@ def test_every_build_computes_linear_layers(build: Variant, outs: int, group: in
         assert (layer.group, layer.order is None) == (group, not scattered)
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def test_every_build_computes_numbers_in_e2m1(build: Variant) -> None:
+    for rows, outs, ins in ((1, 64, 512), (7, 83, 90), (100, 5, 16)):
+        codes, unit = torch.randint(16, (outs, ins), dtype=torch.uint8), 0.003
+        scales = torch.rand(outs, -(-ins // 16)).mul(448).to(torch.float8_e4m3fn).float() * unit
+        of, x = torch.arange(ins) // 16, torch.randn(rows, ins)
+        layer = Int4Weight(codes, scales, None, of, unit=unit)
+        assert layer.num_bytes * 8 == (4 + 1) * layer.packed[..., 0].numel() * 8 * layer.packed.shape[-1]
+        weight = E2M1[codes.int()] * scales.double()[:, of]
+        for exact, inputs in ((True, x.double()), (False, rounded(x, layer))):
+            expected = inputs @ weight.t()
+            largest = float((inputs.abs() @ weight.abs().t()).max())
+            assert float((layer.linear(x, exact=exact) - expected).abs().max()) <= 1e-6 * largest
+
+
+def test_the_largest_sums_of_numbers_in_e2m1_fit(build: Variant) -> None:
+    for code, number in ((7, 6), (15, -6)):
+        codes = torch.full((3, 64), code, dtype=torch.uint8)
+        layer = Int4Weight(codes, torch.ones(3, 4), None, torch.arange(64) // 16, unit=1.0)
+        for sign in (1, -1):
+            assert torch.equal(layer.linear(torch.full((5, 64), 0.5 * sign)), torch.full((5, 3), 32.0 * sign * number))
+
+
 def test_the_largest_sums_of_every_build_fit(build: Variant) -> None:
     for code, zero in ((15, 0), (0, 16)):
         parts = torch.full((3, 256), code), torch.ones(3, 2), torch.full((3, 2), zero)

@@ -130,6 +130,32 @@ class Experts(ABC):
         """Return the sums, or None if there is no such expert."""
 
 
+class ByExpert(NamedTuple):
+    """Pairs of a token and an expert in the order of experts: ``order`` int64 [pairs]. ``active``: the experts that
+    have pairs. ``starts``: the first pair of each of them, and the number of pairs."""
+
+    order: torch.Tensor
+    active: torch.Tensor
+    starts: torch.Tensor
+
+
+def by_expert(chosen: torch.Tensor, num_experts: int) -> ByExpert | None:
+    """Sort the pairs of ``chosen`` [tokens, k]; return None if a number is of no expert."""
+    flat = chosen.flatten()
+    counts = flat.clamp(-1).add(1).bincount(minlength=num_experts + 1)
+    if len(counts) > num_experts + 1 or counts[0]:
+        return None
+    active = counts[1:].nonzero()[:, 0]
+    starts = counts[1:][active].cumsum(0)
+    return ByExpert(flat.argsort(stable=True), active, torch.cat([starts.new_zeros(1), starts]))
+
+
+def weighted_sums(outs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the sums [tokens, hidden] of the outputs of pairs, which are in this ``order``, times ``weights``."""
+    of_tokens = outs[order.argsort()].view(*weights.shape, outs.shape[1])
+    return (of_tokens * weights.to(outs.dtype)[..., None]).sum(dim=1)
+
+
 class PackedExperts(Experts):
     """The weights of gate and up [experts, 2 · inner, hidden] and of down [experts, hidden, inner] in panels.
 

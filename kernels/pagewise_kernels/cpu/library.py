@@ -56,7 +56,10 @@ FUNCTIONS = {
         _POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG, _LONG, _LONG, _POINTER
     ],
     "pagewise_linear_int4": [
-        _POINTER, _LONG, *[_POINTER] * 5, ctypes.c_float, *[_POINTER] * 4, *[_LONG] * 7, _POINTER
+        _POINTER, _LONG, *[_POINTER] * 5, ctypes.c_float, *[_POINTER] * 4, *[_LONG] * 8, _POINTER
+    ],
+    "pagewise_int4_experts": [
+        *[_POINTER] * 11, *[ctypes.c_float] * 3, *[_LONG] * 7, _POINTER
     ],
     "pagewise_linear_grouped": [
         _POINTER, _LONG, *[_POINTER] * 10, *[_LONG] * 9, _POINTER

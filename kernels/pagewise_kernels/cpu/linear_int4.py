@@ -1,14 +1,24 @@
 """Linear layers on the CPU with weights in four bits, for float32 batches of any size."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import check_input, in_panels
+from pagewise_kernels.input_slots import slots_of
 
-GROUPS = (128, 64, 32)
-"""The numbers of slots that may share a scale in packed weights."""
+
+class Layout(NamedTuple):
+    """The addresses of order, codes, scales, zeros and bias, 0: there is none; the factor of the scales; the number and
+    the size of groups; and whether codes are in e2m1."""
+
+    pointers: list[int]
+    factor: float
+    groups: int
+    group: int
+    e2m1: bool
 
 
 class Int4Weight:
@@ -24,6 +34,9 @@ class Int4Weight:
     uint8 [panels, slots / group, panel]. Scales are kept divided by a power of two for the layer, so that those in
     float16 or bfloat16 keep their values.
 
+    ``unit``: codes are numbers in e2m1 (see ``pagewise_kernels.mxfp4``) instead, without zeros, and a weight is such a
+    number · scale. 16 slots share a scale, and scales are kept divided by the unit.
+
     Raises:
         ValueError: shapes do not fit, or scales are not finite. TypeError: types do not fit.
     """
@@ -35,22 +48,30 @@ class Int4Weight:
         zeros: torch.Tensor | None,
         group_of: torch.Tensor,
         bias: torch.Tensor | None = None,
+        unit: float | None = None,
     ) -> None:
         self._library = load_library()
         _check(codes, scales, zeros, group_of)
         self.outs, self.ins = codes.shape
-        slots, self.group = _slots(group_of)
+        self._e2m1 = unit is not None
+        slots, self.group = slots_of(group_of, (16,)) if self._e2m1 else slots_of(group_of)
         self._num_slots, self._groups = len(slots), len(slots) // self.group
         self.order = None if torch.equal(slots[: self.ins], torch.arange(self.ins)) else slots.int()
         self.packed = in_panels(_words(codes, slots))
         largest = float(scales.abs().max())
-        self._factor = 2.0 ** (math.frexp(largest)[1] - 15)
+        unit = unit or 2.0 ** (math.frexp(largest)[1] - 15)
+        self._factor = unit / 2 if self._e2m1 else unit  # the doubles of numbers in e2m1 are whole
         taken = group_of[slots.view(-1, self.group)[:, 0]]
-        self.scales = in_panels((scales / self._factor).half()[:, taken])
+        self.scales = in_panels((scales / unit).half()[:, taken])
         self.zeros = None if zeros is None else in_panels(zeros[:, taken])
         self.bias = None if bias is None else bias.detach().float().contiguous()
         parts = (self.order, self.packed, self.scales, self.zeros, self.bias)
         self._pointers = [None if part is None else part.data_ptr() for part in parts]
+
+    @property
+    def layout(self) -> Layout:
+        """What an operation of several weights needs to know of this one."""
+        return Layout([pointer or 0 for pointer in self._pointers], self._factor, self._groups, self.group, self._e2m1)
 
     @property
     def num_bytes(self) -> int:
@@ -71,8 +92,8 @@ class Int4Weight:
         scales, sums = x.new_empty(rows, self._groups), x.new_empty(rows, self._groups, dtype=torch.int32)
         self._library.pagewise_linear_int4(
             x.data_ptr(), x.stride(0), *self._pointers, self._factor, out.data_ptr(), inputs.data_ptr(),
-            scales.data_ptr(), sums.data_ptr(), exact, rows, self.ins, self._groups, self.group, self.outs, threads(),
-            parallel_regions(),
+            scales.data_ptr(), sums.data_ptr(), self._e2m1, exact, rows, self.ins, self._groups, self.group, self.outs,
+            threads(), parallel_regions(),
         )  # fmt: skip
         return out
 
@@ -89,22 +110,6 @@ def _check(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
         raise ValueError(f"an input is of group {int(group_of.min())} or {int(group_of.max())} of {scales.shape[1]}")
     if not bool(scales.isfinite().all()):
         raise ValueError("a scale of weights in four bits is not finite")
-
-
-def _slots(group_of: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the input of each slot, int64 [slots], -1: none, and the number of slots that share a scale."""
-    order, counts = group_of.argsort(stable=True), group_of.bincount()
-
-    def padded(group: int) -> torch.Tensor:
-        return -(-counts // group) * group
-
-    # The bytes of a slot and its part of a scale and a zero, in the sizes that they have with each number of slots.
-    group = min(GROUPS, key=lambda group: float(padded(group).sum()) * (1 / 2 + 3 / group))
-    taken = padded(group)
-    shift = (taken.cumsum(0) - taken) - (counts.cumsum(0) - counts)
-    slots = torch.full((int(taken.sum()),), -1)
-    slots[torch.arange(len(order)) + shift[group_of[order]]] = order
-    return slots, group
 
 
 def _words(codes: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

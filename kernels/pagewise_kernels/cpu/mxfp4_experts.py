@@ -2,7 +2,7 @@
 
 import torch
 
-from pagewise_kernels.cpu.experts import Experts
+from pagewise_kernels.cpu.experts import Experts, by_expert, weighted_sums
 from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
 from pagewise_kernels.cpu.operations import in_panels
 from pagewise_kernels.mxfp4 import Mxfp4Weights
@@ -29,21 +29,17 @@ class PackedMxfp4Experts(Experts):
         self._limit, self._alpha = limit, alpha
 
     def _sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        pairs, order = chosen.numel(), chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().clamp(-1).add(1).bincount(minlength=self.num_experts + 1)
-        if len(counts) > self.num_experts + 1 or counts[0]:
+        found = by_expert(chosen, self.num_experts)
+        if found is None:
             return None
-        active = counts[1:].nonzero()[:, 0]
-        starts = counts[1:][active].cumsum(0)
-        starts = torch.cat([starts.new_zeros(1), starts])
+        pairs, (order, active, starts) = chosen.numel(), found
         rows, activated = x[order // chosen.shape[1]], empty((pairs, self.inner), x.dtype)
         outs = empty((pairs, self.hidden), x.dtype)
         self._library.pagewise_mxfp4_experts(
             rows.data_ptr(), active.data_ptr(), starts.data_ptr(), *self._pointers, self._limit, self._alpha,
             activated.data_ptr(), outs.data_ptr(), len(active), self.hidden, self.inner, threads(), parallel_regions(),
         )  # fmt: skip
-        of_tokens = outs[order.argsort()].view(*chosen.shape, self.hidden)
-        return (of_tokens * weights.to(x.dtype)[..., None]).sum(dim=1)
+        return weighted_sums(outs, order, weights)
 
 
 def _packed(weights: Mxfp4Weights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -29,7 +29,6 @@ from pagewise_executor.group_choice import layout_of_layers
 from pagewise_executor.kv.kv_pool import bytes_per_block
 from pagewise_executor.kv.layer_groups import PageLayout, single_group
 from pagewise_executor.models.families import check_quantised
-from pagewise_executor.models.gguf_checkpoint import GgufCheckpoint
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
@@ -39,7 +38,7 @@ from pagewise_executor.models.support import attention_modules, attention_shape,
 from pagewise_executor.models.transformers_loading import transformers_config
 from pagewise_executor.models.trial import try_without_weights
 from pagewise_executor.models.weight_files import checked_headers, weight_files
-from pagewise_executor.models.weight_memory import stored_bytes, weight_bytes
+from pagewise_executor.models.weight_memory import checkpoint_bytes, stored_bytes, weight_bytes
 
 CONTEXT_BYTES = 2**30
 """For CUDA's context and libraries: the most memory that an executor counts beside its own allocations."""
@@ -186,16 +185,15 @@ def _weight_bytes(
 ) -> int:
     """Return the bytes of the weights of a model without data, whose experts in MXFP4 one rank keeps in four bits.
 
-    Other quantised checkpoints count as if all linear layers of their decoder layers, experts included, had eight bits.
+    Other quantised checkpoints count as if all linear layers of their decoder layers, experts included, were quantised.
     """
-    if isinstance(quantised, GgufCheckpoint) and not quantised.in_floats:
+    if quantised is not None and quantised.in_blocks:
         return stored_bytes(checked_headers(weight_files(config.model, path)), dtype)
     if quantised is None or quantised.mxfp4 or quantised.in_floats:
         if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:
             place_mxfp4(model)
         return weight_bytes(model, dtype, config.quantization)
-    experts = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3)
-    return weight_bytes(model, dtype, "fp8") - experts * (dtype.itemsize - 1)
+    return checkpoint_bytes(model, dtype, quantised.four_bits)
 
 
 def _groups(

@@ -491,8 +491,8 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         _help(
             "quantise linear layers while they are loaded: int8 or int4 on the CPU, fp8 on GPUs; none: as they are",
             more="A checkpoint that is quantised needs no option ([quantization.md](quantization.md)). Experts of "
-            "mixtures are not quantised. Tokens change: [quantization.md](quantization.md#what-it-changes) says how "
-            "much. Executors that serve a model together need the same value.",
+            "mixtures are quantised by int4 alone. Tokens change: [quantization.md](quantization.md#what-it-changes) "
+            "says how much. Executors that serve a model together need the same value.",
         ),
     ] = "none"
     deterministic: Annotated[

@@ -167,7 +167,7 @@ def test_a_model_in_floats_may_be_quantised_while_it_is_loaded(tmp_path: Path) -
     build_gguf(tmp_path / "q.gguf", "llama", "Q8_0", num_hidden_layers=1)
     for options, why in (
         ({"quantization": "int4"}, "are quantised already"),
-        ({"dtype": "bfloat16"}, "the rest of the model computes in float32"),
+        ({"dtype": "bfloat16"}, "in blocks of GGUF, for the CPU in float32: the rest of the model computes in float32"),
     ):
         with pytest.raises(ModelError, match=why):
             load(tmp_path / "q.gguf", **options)

@@ -152,12 +152,19 @@ def test_the_log_says_how_much_quantisation_changes_the_weights(
     assert 4 < float(re.findall(r"changes them by (.*)%", four)[0]) < 12
 
 
-def test_the_log_says_that_experts_stay_in_float32(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_that_experts_stay_in_float32_but_with_int4(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     need_cpu_kernels()
     build_model("qwen3_moe", tmp_path, num_experts=8, moe_intermediate_size=96)
     record = quantised_log(tmp_path, caplog)
     assert record.levelno == logging.WARNING, "most of the weights stay"
     assert re.search(r"weights stay in float32: CpuExperts 0\.3M, ", record.getMessage())
+    caplog.clear()
+    four = quantised_log(tmp_path, caplog, "int4")
+    assert four.levelno == logging.INFO
+    assert "3 layers of experts by the CPU operations" in four.getMessage()
+    assert "CpuExperts" not in four.getMessage()
 
 
 def test_a_layer_that_cannot_be_quantised_is_named_as_the_reason(tmp_path: Path) -> None:

@@ -306,7 +306,7 @@ def group_of(**changes: Any) -> dict[str, Any]:
     ("config", "why"),
     [
         *(({"quant_method": name}, f"(quant_method '{name}')") for name in ("awq", "gptq", "bitsandbytes", "mxfp4")),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "(quant_method 'modelopt')"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "(quant_method 'modelopt') by FP8"),
         (COMPRESSED | {"config_groups": group_of(format="nvfp4-pack-quantized")["config_groups"]}, "nvfp4-pack-quant"),
         (group_of(weights={"num_bits": 4, "type": "int"}), "to int4 weights"),
         (group_of(weights={"symmetric": False}), "asymmetrically (with zero points)"),
@@ -341,7 +341,7 @@ def test_other_forms_are_refused_by_name_before_the_weights_are_read(
 def test_modelopt_is_refused_by_name_and_gguf_beside_a_configuration(tmp_path: Path) -> None:
     build_model("llama", tmp_path, num_hidden_layers=1)
     (tmp_path / "hf_quant_config.json").write_text("{}")
-    assert "(quant_method 'modelopt'), which cannot be served; take" in refused(tmp_path)
+    assert "(quant_method 'modelopt') by None, which cannot be served; take" in refused(tmp_path)
     (tmp_path / "hf_quant_config.json").unlink()
     (tmp_path / "model.safetensors").rename(tmp_path / "model.gguf")
     assert f"to serve its GGUF model, give the file: {tmp_path / 'model.gguf'}" in refused(tmp_path)

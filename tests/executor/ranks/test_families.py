@@ -80,11 +80,11 @@ def test_further_families(family: str, kernels: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantised_weights(quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "quantization"), [("llama", "int8"), ("llama", "int4"), ("mixtral", "int4")])
+def test_quantised_weights(family: str, quantization: str, tmp_path: Path) -> None:
     """Ranks round parts of rows, so the tokens are of other weights; but they are the same every time."""
     need_cpu_kernels()
-    build_model("llama", tmp_path, seed=7)
+    build_model(family, tmp_path, seed=7)
     group = ThreadGroup(tmp_path, 2, kernels="cpu", quantization=quantization)
     first, _ = greedy(group)  # type: ignore[arg-type]
     assert greedy(group)[0] == first  # type: ignore[arg-type]

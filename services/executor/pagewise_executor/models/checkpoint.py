@@ -11,6 +11,7 @@ from torch import nn
 
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.four_bit_checkpoint import FourBitScheme, StoredFourBitLinear
+from pagewise_executor.models.four_bit_linear import FourBitLinear
 from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.gguf_checkpoint import GgufEmbedding, GgufScheme, StoredGgufLinear
 from pagewise_executor.models.gguf_weight import FORMATS, GgufWeight
@@ -18,7 +19,7 @@ from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.long_rope import FixedRope
 from pagewise_executor.models.mxfp4_experts import Mxfp4Experts
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, Scheme
-from pagewise_executor.models.quantised_linear import FourBitLinear, QuantisedLinear
+from pagewise_executor.models.quantised_linear import QuantisedLinear
 from pagewise_executor.models.quantised_weight import FP8, QuantisedWeight
 from pagewise_executor.models.shards import Shards, UnknownShardError, vocabulary_names
 from pagewise_executor.models.weight_files import FileTensor, Headers, open_weights

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.experts import PackedExperts, Router
+    from pagewise_kernels.cpu.experts import Activation, PackedExperts, Router
 
 
 class CpuRouter(nn.Module):
@@ -114,6 +114,18 @@ def _choose_the_same(expected: tuple[Any, ...], found: tuple[torch.Tensor, ...])
 
 def _experts(module: Any) -> "PackedExperts | None":
     """Return experts that compute as a module of transformers does; None: there are none."""
+    from pagewise_kernels.cpu.experts import PackedExperts
+
+    if (found := find_experts(module)) is None:
+        return None
+    weights, activation = found
+    return functools.partial(PackedExperts, activation=activation)(*weights)
+
+
+def find_experts(module: Any) -> "tuple[list[torch.Tensor], Activation] | None":
+    """Return the weights in float32 of gate and up and of down, then biases if there are any, and the activation, with
+    which ``PackedExperts`` compute as a module of transformers does; None: there are none.
+    """
     from pagewise_kernels.cpu.experts import SILU, Activation, PackedExperts
 
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
@@ -131,8 +143,7 @@ def _experts(module: Any) -> "PackedExperts | None":
     activation = SILU
     if hasattr(module, "alpha") and hasattr(module, "limit"):
         activation = Activation(float(module.alpha), 1.0, float(module.limit))
-    pack = functools.partial(PackedExperts, activation=activation)
-    first = pack(*(weight[:1] for weight in weights))
+    first = functools.partial(PackedExperts, activation=activation)(*(weight[:1] for weight in weights))
     # Gate and up of up to 3 and up to 100: other functions show in small ones, and limits in large ones.
     x = _some_tokens(2, first.hidden)
     largest = F.linear(x, weights[0][0]).abs().amax(dim=1, keepdim=True).clamp(min=1e-6)
@@ -140,7 +151,7 @@ def _experts(module: Any) -> "PackedExperts | None":
     given = x, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
     expected = module(*given)
     errors = (first.sums(*given) - expected).abs().amax(dim=1)
-    return pack(*weights) if (errors <= 1e-4 * expected.abs().amax(dim=1)).all() else None
+    return (weights, activation) if (errors <= 1e-4 * expected.abs().amax(dim=1)).all() else None
 
 
 def _mixture(module: Any) -> CpuMixture | None:

@@ -14,7 +14,7 @@ from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import Llama, LlamaConfig, Mistral, NotReadableError, Qwen2, Qwen3
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
-from pagewise_executor.models.quantised_families import FAMILIES, FamilyCheckpoint
+from pagewise_executor.models.quantised_families import DIVIDED, FAMILIES, FamilyCheckpoint
 from pagewise_executor.models.weight_files import Headers
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def check_quantised(config: ExecutorConfig, path: Path) -> None:
     except NotReadableError as error:
         if (kind := _model_type(path)) not in FAMILIES:
             raise _not_served(config, error) from error
-        if config.tensor_parallel > 1:
+        if config.tensor_parallel > 1 and kind not in DIVIDED:
             raise _not_divided(config.tensor_parallel, kind) from error
 
 
@@ -135,20 +135,23 @@ def family_checkpoint(
     dtype: torch.dtype,
     max_model_len: int,
     ranks: Ranks,
+    part: Any = None,
 ) -> FamilyCheckpoint | None:
     """Return a quantised checkpoint of one of transformers' families; None: it is not quantised.
 
-    ``model_config``: the content of config.json.
+    ``model_config``: the content of config.json; ``part``: of a rank's part of the model.
 
     Raises:
         ModelError: it cannot be loaded here.
     """
     if quantised is None:
         return None
-    if not ranks.alone:
+    if not ranks.alone and model_config.model_type not in DIVIDED:
         raise _not_divided(ranks.size, model_config.model_type)
     try:
-        return FamilyCheckpoint(config.model, model_config, headers, device, quantised, dtype, max_model_len)
+        return FamilyCheckpoint(
+            config.model, model_config, headers, device, quantised, dtype, max_model_len, None if ranks.alone else part
+        )
     except NotReadableError as error:
         raise _not_served(config, error) from error
 
@@ -156,7 +159,7 @@ def family_checkpoint(
 def _not_divided(ranks: int, kind: str) -> ModelError:
     return ModelError(
         f"--tensor-parallel {ranks}: quantised checkpoints of {kind} are not divided among ranks, only checkpoints of "
-        "Llama, Mistral, Qwen2 and Qwen3"
+        f"Llama, Mistral, Qwen2, Qwen3, {' and '.join(DIVIDED)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Linear layers in four bits as checkpoints of GPTQ, AWQ and compressed-tensors (W4A16) have them."""
+"""Linear layers in four bits as checkpoints of GPTQ, AWQ and compressed-tensors (W4A16) have them, and in NVFP4."""
 
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
@@ -7,9 +7,13 @@ import torch
 from torch import nn
 
 from pagewise_executor.models.four_bit_weight import SYMMETRIC_ZERO, FourBitWeight
+from pagewise_executor.models.quantised_weight import FP8
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of AWQ of each of eight outputs."""
+
+NVFP4_GROUP = 16
+"""The inputs of an output that share a scale in NVFP4."""
 
 
 class FourBitScheme(NamedTuple):
@@ -19,7 +23,7 @@ class FourBitScheme(NamedTuple):
     to which ``zero_offset`` is added. ``scattered``: the files have the group of each input.
     """
 
-    form: Literal["gptq", "awq", "compressed-tensors"]
+    form: Literal["gptq", "awq", "compressed-tensors", "nvfp4", "modelopt"]
     group: int
     zeros: bool = True
     zero_offset: int = 0
@@ -28,7 +32,12 @@ class FourBitScheme(NamedTuple):
     @property
     def stored(self) -> torch.dtype:
         """The type of weights in files."""
-        return torch.int32
+        return torch.uint8 if self.in_nvfp4 else torch.int32
+
+    @property
+    def in_nvfp4(self) -> bool:
+        """Whether weights are numbers in e2m1: of compressed-tensors ("nvfp4") or of ModelOpt."""
+        return self.form in ("nvfp4", "modelopt")
 
     def __str__(self) -> str:
         return f"in four bits by {self.form}"
@@ -48,7 +57,16 @@ class StoredFourBitLinear(nn.Module):
         groups = -(-ins // scheme.group) if scheme.group else 1
         out_words, in_words = -(-outs // 8), -(-ins // 8)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
-        if scheme.form == "compressed-tensors":
+        if scheme.in_nvfp4:
+            names = (
+                ("weight", "weight_scale_2") if scheme.form == "modelopt" else ("weight_packed", "weight_global_scale")
+            )
+            shapes = {
+                names[0]: ((outs, -(-ins // 2)), torch.uint8),
+                "weight_scale": ((outs, groups), FP8),
+                names[1]: ((1,), torch.float32),
+            }
+        elif scheme.form == "compressed-tensors":
             shapes = {
                 "weight_packed": ((outs, in_words), torch.int32),
                 "weight_shape": ((2,), torch.int64),
@@ -82,8 +100,7 @@ class StoredFourBitLinear(nn.Module):
             ValueError: packed weights are of another shape.
         """
         tensors = {name: weight.detach() for name, weight in self.named_parameters()}
-        unpack = {"gptq": unpack_gptq, "awq": unpack_awq, "compressed-tensors": unpack_compressed}[self.scheme.form]
-        weight = unpack(tensors, self.scheme)
+        weight = UNPACK[self.scheme.form](tensors, self.scheme)
         if list(weight.codes.shape) != [self.outs, self.ins]:
             raise ValueError(f"packed weights are {list(weight.codes.shape)}, not {[self.outs, self.ins]}")
         return weight, tensors.get("bias")
@@ -125,6 +142,34 @@ def unpack_compressed(tensors: Mapping[str, torch.Tensor], scheme: FourBitScheme
     codes, zeros = _nibbles(tensors["weight_packed"])[:outs, :ins], tensors.get("weight_zero_point")
     unpacked = None if zeros is None else _nibbles(zeros.t()).t()[:outs]
     return _weight(codes, tensors["weight_scale"], unpacked, scheme, tensors.get("weight_g_idx"))
+
+
+def unpack_nvfp4(tensors: Mapping[str, torch.Tensor], scheme: FourBitScheme) -> FourBitWeight:
+    """Return the weight in NVFP4: numbers in e2m1, two in a byte, the first in its lower bits.
+
+    ``weight_scale`` float8_e4m3fn [outs, ins / 16]: times one number for the layer, ``weight_scale_2`` of ModelOpt, or
+    the reciprocal of ``weight_global_scale`` of compressed-tensors.
+
+    Raises:
+        ValueError: this number is not positive.
+    """
+    packed = tensors["weight" if scheme.form == "modelopt" else "weight_packed"]
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    if scheme.form == "modelopt":
+        unit = float(tensors["weight_scale_2"])
+    else:
+        unit = float(1 / tensors["weight_global_scale"].float())
+    if not 0 < unit < float("inf"):
+        raise ValueError(f"the scale of a layer in NVFP4 is {unit}")
+    groups = torch.arange(codes.shape[1]) // scheme.group
+    return FourBitWeight(codes, tensors["weight_scale"].float() * unit, None, groups, unit)
+
+
+UNPACK = {
+    "gptq": unpack_gptq, "awq": unpack_awq, "compressed-tensors": unpack_compressed, "nvfp4": unpack_nvfp4,
+    "modelopt": unpack_nvfp4,
+}  # fmt: skip
+"""The functions that return the weights of each form."""
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Weights of linear layers in four bits, before they are packed: cut, joined, and quantised."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,37 +21,49 @@ class FourBitWeight:
 
     ``codes``: uint8 [outs, ins], from 0 to 15. ``scales``: float32 [outs, groups]. ``zeros``: uint8 [outs, groups];
     None: all are 8. ``group_of``: int64 [ins], the group of each input.
+
+    ``unit``: codes are numbers in e2m1 instead, without zeros, and a weight is such a number · scale. Scales are the
+    products of this unit and numbers in float8.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     group_of: torch.Tensor
+    unit: float | None = None
 
     def dequantised(self) -> torch.Tensor:
         """Return the weights as float32 [outs, ins]."""
+        if self.unit is not None:
+            return self.doubled() * (self.scales / 2)[:, self.group_of]
         zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros[:, self.group_of]
         return (self.codes.float() - zeros) * self.scales[:, self.group_of]
+
+    def doubled(self) -> torch.Tensor:
+        """Return the doubles of the numbers in e2m1, which are whole, as int8 [outs, ins]."""
+        sizes = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=torch.int8, device=self.codes.device)
+        return torch.cat([sizes, -sizes])[self.codes.int()]
 
     def rows(self, start: int, stop: int) -> "FourBitWeight":
         """Return the weights of some outputs, as the shard of a layer whose outputs are divided."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
-        return FourBitWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.group_of)
+        return FourBitWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.group_of, self.unit)
 
     def columns(self, start: int, stop: int) -> "FourBitWeight":
         """Return the weights of some inputs, as the shard of a layer whose inputs are divided."""
-        return FourBitWeight(self.codes[:, start:stop], self.scales, self.zeros, self.group_of[start:stop])
+        return dataclasses.replace(self, codes=self.codes[:, start:stop], group_of=self.group_of[start:stop])
 
 
 def join_outputs(weights: Sequence[FourBitWeight]) -> FourBitWeight | None:
-    """Return one weight with the outputs of all ``weights``; None if their inputs are in different groups."""
+    """Return one weight with the outputs of all ``weights``; None if their inputs are in different groups, or
+    they have different units."""
     first = weights[0]
-    if not all(torch.equal(one.group_of, first.group_of) for one in weights):
+    if not all(torch.equal(one.group_of, first.group_of) and one.unit == first.unit for one in weights):
         return None
     codes, scales = torch.cat([one.codes for one in weights]), torch.cat([one.scales for one in weights])
     zeros = [torch.full_like(one.scales, SYMMETRIC_ZERO).byte() if one.zeros is None else one.zeros for one in weights]
     symmetric = all(one.zeros is None for one in weights)
-    return FourBitWeight(codes, scales, None if symmetric else torch.cat(zeros), first.group_of)
+    return FourBitWeight(codes, scales, None if symmetric else torch.cat(zeros), first.group_of, first.unit)
 
 
 def quantise(weight: torch.Tensor, group: int = GROUP) -> tuple[FourBitWeight, float]:

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.backend import PagedLayer
+from pagewise_executor.models.four_bit_linear import FourBitLinear
 from pagewise_executor.models.long_rope import LongRope
 from pagewise_executor.models.operations import HeadNorm, Operations, Rotation
-from pagewise_executor.models.quantised_linear import FourBitLinear, QuantisedLinear, join_linears
+from pagewise_executor.models.quantised_linear import QuantisedLinear, join_linears
 from pagewise_executor.models.skinny_linear import Rows
 from pagewise_executor.models.support import attention_shape
 

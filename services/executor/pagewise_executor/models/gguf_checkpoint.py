@@ -22,8 +22,8 @@ class GgufCheckpoint(QuantisedCheckpoint):
 
     def __init__(self, name: str, kinds: Collection[str]) -> None:
         super().__init__(name, [], [], strict=False)
-        self.four_bits = not FORMATS.keys().isdisjoint(kinds)
-        self.in_floats = not self.four_bits
+        self.in_blocks = not FORMATS.keys().isdisjoint(kinds)
+        self.in_floats = not self.in_blocks
 
     def scheme(self, linear: str, stored: str | None) -> GgufScheme | None:
         """Return the format of a layer; None: it is not quantised. ``stored``: the type of its weight in the file."""

@@ -11,6 +11,7 @@ from pagewise_shared.errors import ModelError
 
 from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.registry import Kernels, backend_of, kv_dtype_for, layout_of, named_backends
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -26,23 +27,26 @@ def candidates(
     config: ExecutorConfig,
     device: torch.device,
     dtype: torch.dtype,
-    stored: bool = False,
-    four_bits: bool = False,
+    quantised: QuantisedCheckpoint | None = None,
 ) -> Candidates:
     """Return the kernels that may compute a model, as far as that is known before its weights are loaded.
 
-    ``stored``: its checkpoint is quantised; ``four_bits``: in four bits. With ``auto`` these are the Triton kernels on
-    a GPU, the operations in C on the CPU, and last PyTorch, which computes every model.
+    ``quantised``: how its checkpoint is quantised. With ``auto`` these are the Triton kernels on a GPU, the operations
+    in C on the CPU, and last PyTorch, which computes every model.
 
     Raises:
         ModelError: options cannot be fulfilled.
     """
+    stored = quantised is not None and not quantised.in_floats
     if config.quantization != "none" and (error := _error_of_quantisation(config, device, dtype, stored)):
         raise ModelError(f"--quantization {config.quantization}: {error}")
     if stored and config.deterministic:
         raise ModelError(f"{config.model}: its weights are quantised, which does not go together with --deterministic")
-    if four_bits and (error := _error_of_cpu_weights(config, device, dtype)):
-        raise ModelError(f"{config.model}: its weights are in four bits, which is for the CPU in float32: {error}")
+    if quantised is not None and quantised.in_blocks and (error := _error_of_cpu_weights(config, device, dtype)):
+        raise ModelError(f"{config.model}: its weights are in blocks of GGUF, for the CPU in float32: {error}")
+    four_bits = quantised is not None and quantised.four_bits is not None
+    if four_bits and (error := _error_of_four_bits(config, device, dtype)):
+        raise ModelError(f"{config.model}: its weights are in four bits: {error}")
     if config.attention != "auto":
         from pagewise_executor.attention.prefill_choice import refuse_attention
 
@@ -144,6 +148,13 @@ def _error_of_cpu_weights(config: ExecutorConfig, device: torch.device, dtype: t
     if dtype != torch.float32:
         return f"the rest of the model computes in float32, not in {str(dtype).removeprefix('torch.')}"
     return _error_of_library()
+
+
+def _error_of_four_bits(config: ExecutorConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Return why no kernels compute a checkpoint in four bits."""
+    if device.type == "cpu" and config.kernels != "triton":
+        return _error_of_cpu_weights(config, device, dtype)
+    return "" if config.kernels in ("auto", "triton") else f"on {device} not with --kernels {config.kernels}"
 
 
 def _error_of_library() -> str:

@@ -128,13 +128,13 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     skeleton, recurrent = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
-    able = candidates(config, device, dtype, _in_bits(quantised), quantised is not None and quantised.four_bits)
+    able = candidates(config, device, dtype, quantised)
     _log_device(config, device, dtype, len(files))
     check_weights(config, skeleton, headers, device, dtype, ranks.size, stored=_in_bits(quantised))
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
     with _errors_of_loading(config, device):
         stored = checkpoint or family_checkpoint(
-            config, model_config, headers, device, quantised, dtype, max_model_len, ranks
+            config, whole, headers, device, quantised, dtype, max_model_len, ranks, model_config
         )
         read = None
         if stored is not None:

@@ -115,7 +115,7 @@ class Int4Linear(CpuLinear):
         from pagewise_kernels.cpu.linear_int4 import Int4Weight
 
         nn.Module.__init__(self)
-        self.packed = Int4Weight(weight.codes, weight.scales, weight.zeros, weight.group_of, bias)
+        self.packed = Int4Weight(weight.codes, weight.scales, weight.zeros, weight.group_of, bias, weight.unit)
         self.rounding = rounding
         self.weight = torch.empty(weight.codes.shape, device="meta")
 

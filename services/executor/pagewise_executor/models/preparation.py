@@ -18,6 +18,7 @@ from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.models.cpu_mixtures import pack_mixtures
 from pagewise_executor.models.few_rows import make_skinny
+from pagewise_executor.models.four_bit_experts import pack_four_bit_experts, quantise_experts
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers, sum_of_one
 from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.mxfp4_experts import make_mxfp4_fast
@@ -92,6 +93,8 @@ def replace_linears(
     Raises:
         ValueError: a linear layer cannot be quantised, or the kernels cannot compute experts in MXFP4.
     """
+    if kernels != "triton" and device.type == "cpu":
+        pack_four_bit_experts(model, part)
     make_fast(model, kernels, device, part)
     make_mxfp4_fast(model, kernels, part)
     if kernels == "triton":
@@ -101,6 +104,8 @@ def replace_linears(
         return 0
     if device.type != "cpu":
         return 0
+    if quantisation_of(part, config.quantization) == "int4":
+        quantise_experts(model, part)
     if kernels == "cpu":
         pack_mixtures(model, part, alone)
     packed = pack_linears(model, kernels, quantisation_of(part, config.quantization), part)

@@ -1,8 +1,8 @@
 """Reads from config.json how the weights of a checkpoint are quantised, and refuses unsupported schemes by name.
 
 These forms are read: compressed-tensors, as llm-compressor writes it; ``quant_method: fp8``, which DeepSeek and Qwen
-(scales per block) and AutoFP8 (scales per tensor) write; and in four bits GPTQ and AWQ. The experts of gpt-oss are in
-MXFP4.
+(scales per block) and AutoFP8 (scales per tensor) write; and in four bits GPTQ, AWQ and NVFP4 of ModelOpt
+(``four_bit_settings``). The experts of gpt-oss are in MXFP4.
 docs/quantization.md lists all of them.
 """
 
@@ -17,7 +17,15 @@ import torch
 from pagewise_shared.errors import ModelError
 from pagewise_shared.gguf_model import read_table
 
-from pagewise_executor.models.four_bit_checkpoint import FourBitScheme
+from pagewise_executor.models.four_bit_checkpoint import NVFP4_GROUP, FourBitScheme
+from pagewise_executor.models.four_bit_settings import (
+    UnsupportedError,
+    awq_scheme,
+    gptq_scheme,
+    modelopt_scheme,
+    modelopt_settings,
+    refuse,
+)
 from pagewise_executor.models.quantised_weight import FP8, Inputs
 
 if TYPE_CHECKING:
@@ -30,8 +38,15 @@ INSTEAD = (
     "whose linear layers --quantization fp8 (on the CPU: int8 or int4) quantises while they are loaded"
 )
 """The advice in refusals."""
-_STORED = {"F8_E4M3": FP8, "I8": torch.int8, "I32": torch.int32}
-_FORMATS = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"}
+_STORED = {"F8_E4M3": FP8, "I8": torch.int8, "I32": torch.int32, "U8": torch.uint8}
+_FORMATS = {
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "pack-quantized",
+    "mixed-precision",
+    "nvfp4-pack-quantized",
+}
 
 
 class Scheme(NamedTuple):
@@ -107,42 +122,16 @@ class _Fp8(msgspec.Struct, forbid_unknown_fields=True):
     dequantize: bool = False
 
 
-class _Gptq(msgspec.Struct):
-    """``quant_method: gptq``, as AutoGPTQ and GPTQModel write it. The files tell which layers are quantised."""
-
-    bits: int
-    group_size: int
-    checkpoint_format: str = "gptq"
-    pack_dtype: str = "int32"
-    is_marlin_format: bool = False
-    dynamic: dict[str, Any] | None = None
-
-
-class _Awq(msgspec.Struct):
-    """``quant_method: awq``, as AutoAWQ writes it, with both names of two keys. The files tell which layers are
-    quantised."""
-
-    version: str = "gemm"
-    zero_point: bool = True
-    bits: int | None = None
-    w_bit: int | None = None
-    group_size: int | None = None
-    q_group_size: int | None = None
-
-
-class _UnsupportedError(Exception):
-    """A scheme that cannot be served; the text names it."""
-
-
 class QuantisedCheckpoint:
     """How the linear layers of a checkpoint are stored. ``name``: of the model, for errors.
 
     ``unread``: the names of tensors that are not read: zero points, which are zero in symmetric quantisation, scales of
     a KV cache, and the frequencies of RoPE. ``mxfp4``: the experts are stored in MXFP4, and nothing else is quantised.
-    ``four_bits``: linear layers are stored in four bits, or in blocks of GGUF. ``in_floats``: nothing is quantised.
+    ``four_bits``: how linear layers are stored in four bits; None: none are. ``in_blocks``: they are stored in blocks
+    of GGUF. ``in_floats``: nothing is quantised.
     """
 
-    in_floats = False
+    in_blocks = in_floats = False
 
     def __init__(
         self,
@@ -155,9 +144,14 @@ class QuantisedCheckpoint:
         self.name, self.mxfp4 = name, mxfp4
         self._strict = strict
         four = [scheme for _, scheme in groups if isinstance(scheme, FourBitScheme)]
-        self.four_bits = bool(four)
+        self.four_bits = four[0] if four else None
         zeros = "input|output|[qkv]" if any(scheme.zeros for scheme in four) else "weight|input|output|[qkv]"
-        self.unread = re.compile(rf"\.(({zeros})_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq)$")
+        nvfp4 = any(scheme.in_nvfp4 for scheme in four)
+        if nvfp4:
+            log.info("%s: inputs of layers in NVFP4 are not quantised", name)
+        inputs = "|input_scale|input_global_scale" * nvfp4
+        unread = rf"\.(({zeros})_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq{inputs})$"
+        self.unread = re.compile(unread)
         # The first entry that means a layer decides.
         self._schemes: list[tuple[re.Pattern[str], Scheme | FourBitScheme | None]]
         self._schemes = [(_pattern(entry), None) for entry in ignore]
@@ -206,7 +200,7 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
         raise ModelError(f"{name}: config.json is unusable: {wrong} is {places[wrong]!r:.100}, and not an object")
     found = next(filter(None, places.values()), None)
     if not found and (path / "hf_quant_config.json").is_file():
-        found = {"quant_method": "modelopt"}
+        found = {"quant_method": "modelopt"} | modelopt_settings(path / "hf_quant_config.json")
     if not found:
         return None
     method = str(found.get("quant_method", "unknown"))
@@ -217,22 +211,26 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
             case "fp8":
                 return _fp8(name, msgspec.convert(found, _Fp8), kv_dtype)
             case "gptq":
-                return _gptq(name, msgspec.convert(found, _Gptq))
+                return _of_files(name, gptq_scheme(found))
             case "awq":
-                return _awq(name, msgspec.convert(found, _Awq))
+                return _of_files(name, awq_scheme(found))
+            case "modelopt":
+                if found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"):
+                    _warn_of_kv_scales(name, kv_dtype)
+                return _of_files(name, modelopt_scheme(found))
             case "mxfp4" if settings.model_type == "gpt_oss":
                 log.info("%s has experts in MXFP4: one rank keeps them in four bits, several convert them", name)
                 return QuantisedCheckpoint(name, [], [], strict=False, mxfp4=True)
             case _:
-                raise _UnsupportedError
-    except (_UnsupportedError, msgspec.ValidationError) as error:
+                raise UnsupportedError
+    except (UnsupportedError, msgspec.ValidationError) as error:
         how = f"{name}: its weights are quantised (quant_method {method!r})"
         raise ModelError(f"{how}{' ' * bool(str(error))}{error}, which cannot be served; {INSTEAD}") from error
 
 
 def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
     block, static = found.weight_block_size, found.activation_scheme == "static"
-    _refuse(
+    refuse(
         (found.fmt != "e4m3", f"in the format {found.fmt}"),
         # ue8m0: the scales of inputs are rounded to powers of two
         (found.scale_fmt not in (None, "float"), f"with scales in the format {found.scale_fmt}"),
@@ -249,41 +247,15 @@ def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
     return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
 
 
-def _gptq(name: str, found: _Gptq) -> QuantisedCheckpoint:
-    _refuse(
-        (found.bits != 4, f"to {found.bits} bits"),
-        (found.checkpoint_format not in ("gptq", "gptq_v2"), f"in the format {found.checkpoint_format}"),
-        (found.is_marlin_format, "in the format marlin"),
-        (found.pack_dtype != "int32", f"packed in {found.pack_dtype}"),
-        (found.dynamic, "with settings by module (dynamic)"),
-    )
-    # The first format has zeros minus one.
-    scheme = FourBitScheme("gptq", _group_size(found.group_size), zero_offset=int(found.checkpoint_format == "gptq"))
+def _of_files(name: str, scheme: FourBitScheme) -> QuantisedCheckpoint:
+    """Return a checkpoint whose files tell which linear layers have this scheme."""
     return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
-
-
-def _awq(name: str, found: _Awq) -> QuantisedCheckpoint:
-    bits, group = found.bits or found.w_bit, found.group_size or found.q_group_size
-    _refuse(
-        (bits != 4, f"to {bits} bits"),
-        (found.version.lower() != "gemm", f"in the version {found.version}"),
-        (not found.zero_point, "without zero points"),
-        (group is None, "without a group_size"),
-    )
-    scheme = FourBitScheme("awq", _group_size(group or -1))
-    return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
-
-
-def _group_size(size: int) -> int:
-    """Return the inputs of a group, 0 for all."""
-    _refuse((size < 1 and size != -1, f"in groups of {size}"))
-    return max(size, 0)
 
 
 def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> QuantisedCheckpoint:
     for key, settings in (("sparsity_config", found.sparsity_config), ("transform_config", found.transform_config)):
         given = settings or {}
-        _refuse((given.get("format", "dense") not in ("dense", "") or given.get("config_groups"), f"with a {key}"))
+        refuse((given.get("format", "dense") not in ("dense", "") or given.get("config_groups"), f"with a {key}"))
     schemes = [
         (group.targets, _scheme(group, group.format or found.format or "unknown"))
         for group in found.config_groups.values()
@@ -291,12 +263,6 @@ def _compressed_tensors(name: str, found: _CompressedTensors, kv_dtype: str) -> 
     if found.kv_cache_scheme:
         _warn_of_kv_scales(name, kv_dtype)
     return QuantisedCheckpoint(name, schemes, found.ignore or [], strict=True)
-
-
-def _refuse(*errors: tuple[object, str]) -> None:
-    for unsupported, text in errors:
-        if unsupported:
-            raise _UnsupportedError(text)
 
 
 def _warn_of_kv_scales(name: str, kv_dtype: str) -> None:
@@ -313,18 +279,22 @@ def _pattern(entry: str) -> re.Pattern[str]:
     try:
         return re.compile(entry.removeprefix("re:") if entry.startswith("re:") else rf"{re.escape(entry)}\Z")
     except re.error as error:
-        raise _UnsupportedError(f"by a pattern {entry!r} that is no regular expression ({error})") from None
+        raise UnsupportedError(f"by a pattern {entry!r} that is no regular expression ({error})") from None
 
 
 def _scheme(group: _Group, form: str) -> Scheme | FourBitScheme:
     weights, inputs, packed = group.weights, group.input_activations, form == "pack-quantized"
-    _refuse((form not in _FORMATS, f"in the format {form}"))
+    refuse((form not in _FORMATS, f"in the format {form}"))
     if weights is None or group.output_activations is not None:
-        raise _UnsupportedError("of which outputs alone are, or are as well")
+        raise UnsupportedError("of which outputs alone are, or are as well")
     kind = f"{weights.type}{weights.num_bits}"
+    if form == "nvfp4-pack-quantized":
+        how = f"to {kind} weights in groups of {weights.group_size}"
+        refuse(((kind, weights.group_size) != ("float4", NVFP4_GROUP), f"in the format {form} {how}"))
+        return FourBitScheme("nvfp4", NVFP4_GROUP, zeros=False)  # inputs are not quantised
     if kind == "int4":
         return _four_bits(weights, inputs, form)
-    _refuse(
+    refuse(
         (kind not in ("float8", "int8") or weights.dynamic is not False, f"to {kind} weights"),
         (not all(each.symmetric for each in (weights, inputs or weights)), "asymmetrically (with zero points)"),
         (weights.actorder in (True, "group"), "in the order of activations (actorder)"),
@@ -336,7 +306,7 @@ def _scheme(group: _Group, form: str) -> Scheme | FourBitScheme:
 
 def _four_bits(weights: _Arguments, inputs: _Arguments | None, form: str) -> FourBitScheme:
     rows, columns = _block(weights)
-    _refuse(
+    refuse(
         (form != "pack-quantized" or weights.dynamic is not False, f"to int4 weights in the format {form}"),
         (inputs, "to int4 weights with quantised inputs"),
         (rows != 1, f"to int4 weights by the strategy {weights.strategy}"),
@@ -362,7 +332,7 @@ def _block(weights: _Arguments) -> tuple[int, int]:
         case "block" if structure is not None and len(structure) == 2 and min(structure) > 0:
             return structure[0], structure[1]
         case _:
-            raise _UnsupportedError(f"with weights by the strategy {strategy}")
+            raise UnsupportedError(f"with weights by the strategy {strategy}")
 
 
 def _inputs(inputs: _Arguments | None, weights: str) -> Inputs:
@@ -370,7 +340,7 @@ def _inputs(inputs: _Arguments | None, weights: str) -> Inputs:
         return Inputs(quantised=False)
     kind = f"{inputs.type}{inputs.num_bits}"
     if kind != weights:
-        raise _UnsupportedError(f"to {weights} weights with {kind} inputs")
+        raise UnsupportedError(f"to {weights} weights with {kind} inputs")
     match inputs.strategy, inputs.dynamic:
         case "tensor" | None, False:
             return Inputs(static=True)
@@ -381,4 +351,4 @@ def _inputs(inputs: _Arguments | None, weights: str) -> Inputs:
             return Inputs(group=inputs.group_size)
         case strategy, dynamic:
             how = "dynamic" if dynamic is True else "static" if dynamic is False else str(dynamic)
-            raise _UnsupportedError(f"with {how} inputs by the strategy {strategy}")
+            raise UnsupportedError(f"with {how} inputs by the strategy {strategy}")

@@ -13,11 +13,14 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from pagewise_executor.models.checkpoint import Checkpoint
+from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.checkpoint import Checkpoint, place_whole
 from pagewise_executor.models.grouped_experts import sum_one_by_one
 from pagewise_executor.models.long_rope import fix_rope
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
+from pagewise_executor.models.shard_plans import division_plan
+from pagewise_executor.models.shards import EXPERTS, Shards, vocabulary_names
 from pagewise_executor.models.weight_files import Headers
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -50,13 +53,16 @@ FAMILIES: dict[str, _Family] = {
     "qwen3_moe": _Family(),
 }
 """By the model_type of config.json."""
+DIVIDED = ("mixtral", "qwen3_moe")
+"""Families whose quantised checkpoints several ranks divide."""
 
 
 class FamilyCheckpoint(Checkpoint):
     """The weight files of a model of one of these families, or of gpt-oss with experts in MXFP4, and the model without
     weights and without images.
 
-    ``config``: of transformers. ``Checkpoint`` describes the other arguments and the errors.
+    ``config``: of transformers; ``part``: of a rank's part of the model. ``Checkpoint`` describes the other arguments
+    and the errors.
 
     Raises:
         ValueError: the rope types of the model differ by layer.
@@ -71,6 +77,7 @@ class FamilyCheckpoint(Checkpoint):
         quantised: QuantisedCheckpoint,
         dtype: torch.dtype,
         max_model_len: int,
+        part: Any = None,
     ) -> None:
 
         family, text = FAMILIES.get(config.model_type), config.get_text_config(decoder=True)
@@ -80,9 +87,34 @@ class FamilyCheckpoint(Checkpoint):
             place_mxfp4(model)
         else:
             _place_experts(model, family.experts)
+        self._empty_part: Callable[[], nn.Module] | None = None
+        if part is not None and family is not None:
+            self._plan = division_plan(model, vocabulary_names(model))
+            self._plan |= {
+                re.sub(r"\.\d+(?=\.|$)", ".*", path): EXPERTS
+                for path, module in model.named_modules()
+                if isinstance(module, Experts)
+            }
+            names = family.experts
+
+            def empty_part() -> nn.Module:
+                made = _empty(part.get_text_config(decoder=True), device, dtype)
+                _place_experts(made, names)
+                fix_rope(made, max_model_len)
+                return made
+
+            self._empty_part = empty_part
         named = str if family is None else family.named
         super().__init__(name, model, headers, device, quantised, tied=tied, named=named)
         self.rope = fix_rope(model, max_model_len)
+
+    def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
+        """Return this rank's part of the model, and how the model is divided."""
+        if self._empty_part is not None:
+            whole, self.model = self.model, self._empty_part()
+            place_whole(self.model, whole)
+            self._shards = Shards(ranks, self._plan, vocabulary_names(self.model))
+        return self.model, self._shards
 
 
 def _place_experts(model: nn.Module, names: tuple[str, str, str]) -> None:
@@ -95,7 +127,7 @@ def _place_experts(model: nn.Module, names: tuple[str, str, str]) -> None:
 class Experts(nn.ModuleList):
     """The experts of a mixture, each with linear layers of its own. It replaces a module of transformers, ``fused``.
 
-    ``names``: of the layers for gate, up and down.
+    ``names``: of the layers for gate, up and down. ``has_silu``: their activation is SiLU.
     """
 
     def __init__(self, fused: nn.Module, names: tuple[str, str, str]) -> None:
@@ -106,6 +138,14 @@ class Experts(nn.ModuleList):
         assert gate_up.shape == (count, 2 * inner, hidden)
         assert isinstance(fused.act_fn, nn.Module)
         super().__init__(_Expert(hidden, inner, fused.act_fn, names) for _ in range(count))
+        self._names = names
+
+        x = torch.linspace(-10, 10, 33)
+        self.has_silu = torch.equal(fused.act_fn(x), nn.functional.silu(x))
+
+    def linears(self) -> list[list[nn.Module]]:
+        """Return gate, up and down of each expert."""
+        return [[expert.get_submodule(name) for name in self._names] for expert in self]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Map x [tokens, hidden] to the weighted sums [tokens, hidden] of the outputs of each token's experts.

@@ -14,6 +14,8 @@ from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.models import four_bit_weight, gguf_weight
+from pagewise_executor.models.four_bit_checkpoint import NVFP4_GROUP
+from pagewise_executor.models.four_bit_linear import CpuFourBitExperts, FourBitLinear, TritonInt4Linear
 from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.gguf_weight import GgufWeight
 from pagewise_executor.models.packed_linear import GroupedLinear, Int4Linear, Int8Linear, is_conv1d, is_quantised
@@ -74,21 +76,6 @@ class QuantisedLinear(nn.Module):
             rounded = values * scales
         bias = None if self.bias is None else self.bias.float()
         return nn.functional.linear(rounded, self.quantised.dequantised(), bias).to(x.dtype)
-
-
-class FourBitLinear(nn.Module):
-    """A linear layer in four bits, or of a GGUF file, that has been read, and does not compute.
-
-    ``make_fast`` makes it an ``Int4Linear`` or a ``GroupedLinear``.
-
-    ``weight`` [out, in] has the shape and the type of the rest of the model, but no data.
-    """
-
-    def __init__(self, quantised: FourBitWeight | GgufWeight, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.quantised = quantised
-        self.bias = None if bias is None else nn.Buffer(bias.detach())
-        self.weight = torch.empty(quantised.codes.shape, device="meta")
 
 
 class TritonQuantisedLinear(QuantisedLinear):
@@ -234,14 +221,39 @@ def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
 
 
 def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: str) -> None:
-    """Replace the quantised linear layers within a part of a model by the fastest form that these kernels have."""
+    """Replace the quantised linear layers within a part of a model by the fastest form that these kernels have.
+
+    Raises:
+        ValueError: the kernels do not compute weights in four bits, or a scale is not finite in the type of the model.
+    """
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if type(module) is QuantisedLinear:
             model.set_submodule(name, _fast(module, kernels, device))
         elif isinstance(module, FourBitLinear):
-            weight, bias = module.quantised, module.bias
-            packed = GroupedLinear(weight, bias) if isinstance(weight, GgufWeight) else Int4Linear(weight, bias)
-            model.set_submodule(name, packed)
+            model.set_submodule(name, _fast_four_bits(module, kernels, device, next(model.parameters()).dtype))
+
+
+def _fast_four_bits(module: FourBitLinear, kernels: Kernels, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    weight = module.quantised
+    if isinstance(weight, GgufWeight):
+        return GroupedLinear(weight, module.bias)
+    if weight.unit is not None and (kernels == "triton" or device.type != "cpu"):
+        own = QuantisedLinear(_in_eight_bits(weight), Inputs(quantised=False), dtype, module.bias)
+        return _fast(own, kernels, device)
+    if kernels == "triton":
+        return TritonInt4Linear(weight, module.bias, dtype)
+    if device.type != "cpu":
+        raise ValueError(f"on {device} weights in four bits need the Triton kernels, which cannot compute this model")
+    return Int4Linear(weight, module.bias)
+
+
+def _in_eight_bits(weight: FourBitWeight) -> QuantisedWeight:
+    """Return the same weight as a weight in int8: the doubles of numbers in e2m1 are whole."""
+    starts = weight.group_of[::NVFP4_GROUP]
+    aligned = torch.equal(starts.repeat_interleave(NVFP4_GROUP)[: len(weight.group_of)], weight.group_of)
+    size = NVFP4_GROUP if aligned else 1  # a part of a rank may begin within a group
+    scales = (weight.scales / 2)[:, weight.group_of[::size].to(weight.scales.device)]
+    return QuantisedWeight(weight.doubled(), scales.contiguous(), (1, size))
 
 
 def _fast(module: QuantisedLinear, kernels: Kernels, device: torch.device) -> nn.Module:
@@ -293,20 +305,20 @@ def report(model: nn.Module, asked: bool) -> bool:
 
     ``asked``: an option asks for quantised weights, so the line is a warning if most of them are not.
     """
-    kinds = QuantisedLinear | Int8Linear | Int4Linear | GroupedLinear
+    kinds = QuantisedLinear | Int8Linear | GroupedLinear | _FourBits
     linears = [module for module in model.modules() if isinstance(module, kinds)]
     if not linears:
         return False
     ways, kept = Counter(_WAYS[type(linear)] for linear in linears), _kept(model)
     sizes = Counter[str]()
     for linear in linears:
-        four = isinstance(linear, Int4Linear) or (isinstance(linear, GroupedLinear) and linear.packed.bits == 4)
+        four = isinstance(linear, _FourBits) or (isinstance(linear, GroupedLinear) and linear.packed.bits == 4)
         sizes["four bits" if four else "eight bits"] += linear.weight.numel()
     log.log(
         logging.WARNING if asked and sizes.total() < kept.total() else logging.INFO,
         "%s (%s)%s; %s weights stay in %s: %s%s",
         ", ".join(f"{_millions(size)} weights are in {bits}" for bits, size in sizes.most_common()),
-        ", ".join(f"{count} linear layers by {way}" for way, count in ways.most_common()),
+        ", ".join(f"{count} {way}" for way, count in ways.most_common()),
         _change(linears), _millions(kept.total()), str(next(model.parameters()).dtype).removeprefix("torch."),
         ", ".join(f"{kind} {_millions(count)}" for kind, count in kept.most_common(3)),
         "; inputs of layers stay as they are, because this GPU has no FP8" * has_exact_inputs(model),
@@ -333,7 +345,8 @@ def _kept(model: nn.Module) -> Counter[str]:
 
 def _change(linears: Sequence[nn.Module]) -> str:
     """Return how much rounding has changed weights, where they were rounded while they were loaded."""
-    rounding = [linear.rounding for linear in linears if isinstance(linear, Int8Linear | Int4Linear)]
+    rounded = Int8Linear | Int4Linear | CpuFourBitExperts
+    rounding = [linear.rounding for linear in linears if isinstance(linear, rounded)]
     if not (squares := sum(one for one, _ in rounding)):
         return ""
     change = 100 * math.sqrt(sum(error for _, error in rounding) / squares)
@@ -345,11 +358,14 @@ def _millions(count: int) -> str:
     return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count}"
 
 
+_FourBits = Int4Linear | TritonInt4Linear | CpuFourBitExperts
 _WAYS = {
-    QuantisedLinear: "PyTorch",
-    TritonQuantisedLinear: "Triton",
-    ScaledMMLinear: "scaled_mm of PyTorch",
-    Int8Linear: "the CPU operations",
-    Int4Linear: "the CPU operations",
-    GroupedLinear: "the CPU operations",
+    QuantisedLinear: "linear layers by PyTorch",
+    TritonQuantisedLinear: "linear layers by Triton",
+    ScaledMMLinear: "linear layers by scaled_mm of PyTorch",
+    Int8Linear: "linear layers by the CPU operations",
+    TritonInt4Linear: "linear layers by Triton",
+    Int4Linear: "linear layers by the CPU operations",
+    GroupedLinear: "linear layers by the CPU operations",
+    CpuFourBitExperts: "layers of experts by the CPU operations",
 }

@@ -291,8 +291,10 @@ def connect(model: nn.Module, shards: Shards | None, vocab_size: int) -> None:
     if shards is None:
         return
     ranks, names = shards.ranks, shards.vocabulary
-    for name, module in list(model.named_modules()):
-        if shards.style(name) in _SUMMED and name not in names:
+    modules = list(model.named_modules())
+    inside_experts = tuple(f"{name}." for name, _ in modules if shards.style(name) == EXPERTS)  # their sum is summed
+    for name, module in modules:
+        if shards.style(name) in _SUMMED and name not in names and not name.startswith(inside_experts):
             _RankSum(ranks).join(module)
         elif shards.style(name) == NORM:
             model.set_submodule(name, _over_ranks(module, name, ranks))

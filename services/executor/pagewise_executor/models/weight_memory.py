@@ -1,6 +1,8 @@
 """The memory that the weights of a model take, and whether they fit into it."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pagewise_shared.config import ExecutorConfig, size_text
@@ -8,6 +10,7 @@ from pagewise_shared.errors import ModelError
 from torch import nn
 
 from pagewise_executor.kv.kv_pool import free_memory
+from pagewise_executor.models.four_bit_checkpoint import FourBitScheme
 from pagewise_executor.models.four_bit_weight import GROUP
 from pagewise_executor.models.gguf_weight import FORMATS
 from pagewise_executor.models.packed_linear import Quantization, is_conv1d, is_quantised, quantisation_of
@@ -57,31 +60,64 @@ def weight_bytes(model: nn.Module, dtype: torch.dtype, quantization: Quantizatio
     scale and the zero of a group. A weight of several modules counts once; if it is quantised in one of them alone,
     such as a head in int8 that is tied to the embedding, it is kept in both forms.
     """
-    quantised = {
-        module: kind
-        for part in parts_of(model)
-        if (kind := quantisation_of(part, quantization)) != "none"
-        for module in model.get_submodule(part).modules()
-        if is_quantised(module)
-    }
-    sizes = {module.get_parameter("weight"): _quantised_bytes(module, kind) for module, kind in quantised.items()}
-    kept = {
-        weight
-        for module in model.modules()
-        for name, weight in module.named_parameters(recurse=False)
-        if module not in quantised or name != "weight"
-    }
+    return _bytes_of(model, dtype, lambda part: _KINDS[quantisation_of(part, quantization)], quantization == "int4")
+
+
+def checkpoint_bytes(model: nn.Module, dtype: torch.dtype, scheme: FourBitScheme | None) -> int:
+    """Return the bytes of the weights of a quantised checkpoint of a model without data.
+
+    They count as if all linear layers of decoder layers, experts included, had four bits by this ``scheme``, or eight
+    where there is none.
+    """
+    kind = _EIGHT if scheme is None else _Kind(0.5, scheme.group, 2 + scheme.zeros)
+    none = _KINDS["none"]
+    return _bytes_of(model, dtype, lambda part: kind if quantisation_of(part, "fp8") == "fp8" else none, True)
+
+
+class _Kind(NamedTuple):
+    """The bytes of a weight, and of the scale and zero of a ``group`` of inputs of an output, 0: of all of them."""
+
+    weight: float
+    group: int
+    scale: int
+
+    def bytes(self, outs: int, ins: int) -> int:
+        """Return the bytes of a weight matrix."""
+        group = self.group or ins
+        groups = -(-ins // group)
+        return outs * (int(self.weight * (groups * group if self.weight < 1 else ins)) + groups * self.scale)
+
+
+_EIGHT = _Kind(1, 0, 4)
+_KINDS: dict[Quantization, _Kind | None] = {
+    "none": None, "int8": _EIGHT, "fp8": _EIGHT, "int4": _Kind(0.5, GROUP, 3),
+}  # fmt: skip
+
+
+def _bytes_of(model: nn.Module, dtype: torch.dtype, kind_of: Callable[[str], _Kind | None], experts: bool) -> int:
+    """Return the bytes of the weights of a model. ``kind_of``: of quantised weights, by the name of their part.
+
+    ``experts``: the experts of mixtures are quantised, too.
+    """
+    sizes: dict[torch.Tensor, int] = {}
+    kept: set[torch.Tensor] = set()
+    kinds = {module: kind_of(part) for part in parts_of(model) for module in model.get_submodule(part).modules()}
+    for module in model.modules():
+        kind = kinds.get(module)
+        for name, weight in module.named_parameters(recurse=False):
+            if kind is None or not weight.is_floating_point():
+                kept.add(weight)
+            elif name == "weight" and is_quantised(module):
+                outs, ins = reversed(weight.shape) if is_conv1d(module) else weight.shape
+                sizes[weight] = kind.bytes(outs, ins)
+            elif experts and weight.dim() == 3:
+                count, outs, ins = weight.shape
+                sizes[weight] = kind.bytes(count * outs, ins)
+            else:
+                kept.add(weight)
     return sum(sizes.values()) + sum(
         weight.numel() * (dtype if weight.is_floating_point() else weight.dtype).itemsize for weight in kept
     )
-
-
-def _quantised_bytes(module: nn.Module, kind: Quantization) -> int:
-    """Return the bytes of the quantised weight of a linear layer."""
-    outs, ins = module.get_parameter("weight").shape
-    if is_conv1d(module):
-        outs, ins = ins, outs
-    return outs * (-(-ins // GROUP) * (GROUP // 2 + 3) if kind == "int4" else ins + 4)
 
 
 def _what_fits(
