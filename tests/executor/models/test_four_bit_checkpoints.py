@@ -15,6 +15,7 @@ from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.kernel_choice import candidates
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.packed_linear import Int4Linear
+from pagewise_executor.models.quantised_checkpoint import read_quantisation
 from pagewise_executor.models.quantised_families import Experts
 from pagewise_executor.models.quantised_linear import JoinedLinear, TritonQuantisedLinear, make_fast
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
@@ -240,8 +241,9 @@ def test_what_cannot_compute_four_bits_is_refused(tmp_path: Path) -> None:
     build_four_bits(FourBits("awq"), tmp_path, "llama", **SHAPE)
     assert "in four bits: the rest of the model computes in float32" in refused(tmp_path, dtype="bfloat16")
     assert "the weights of this checkpoint are quantised already" in refused(tmp_path, quantization="int4")
+    checkpoint = read_quantisation("m", tmp_path, "auto")
     with pytest.raises(ModelError, match="in four bits: on cuda not with --kernels torch"):
-        candidates(ExecutorConfig(model="m", kernels="torch"), torch.device("cuda"), torch.bfloat16, True, True)
+        candidates(ExecutorConfig(model="m", kernels="torch"), torch.device("cuda"), torch.bfloat16, checkpoint)
     linear = FourBitLinear(
         FourBitWeight(torch.zeros(2, 32).byte(), torch.ones(2, 1), None, torch.zeros(32).long()), None
     )

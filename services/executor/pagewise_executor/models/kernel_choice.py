@@ -11,6 +11,7 @@ from pagewise_shared.errors import ModelError
 
 from pagewise_executor.attention.backend import AttentionShape
 from pagewise_executor.attention.registry import Kernels, backend_of, kv_dtype_for, layout_of, named_backends
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +27,18 @@ def candidates(
     config: ExecutorConfig,
     device: torch.device,
     dtype: torch.dtype,
-    stored: bool = False,
-    four_bits: bool = False,
+    quantised: QuantisedCheckpoint | None = None,
 ) -> Candidates:
     """Return the kernels that may compute a model, as far as that is known before its weights are loaded.
 
-    ``stored``: its checkpoint is quantised; ``four_bits``: in four bits. With ``auto`` these are the Triton kernels on
+    ``quantised``: how its checkpoint is quantised. With ``auto`` these are the Triton kernels on
     a GPU, the operations in C on the CPU, and last PyTorch, which computes every model.
 
     Raises:
         ModelError: options cannot be fulfilled.
     """
+    stored = quantised is not None
+    four_bits = quantised is not None and quantised.four_bits is not None
     if config.quantization != "none" and (error := _error_of_quantisation(config, device, dtype, stored)):
         raise ModelError(f"--quantization {config.quantization}: {error}")
     if stored and config.deterministic:

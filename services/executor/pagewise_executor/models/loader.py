@@ -126,9 +126,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     skeleton, recurrent = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
-    able = candidates(
-        config, device, dtype, quantised is not None, quantised is not None and quantised.four_bits is not None
-    )
+    able = candidates(config, device, dtype, quantised)
     _log_device(config, device, dtype, len(files))
     check_weights(config, skeleton, headers, device, dtype, ranks.size, stored=quantised is not None)
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
