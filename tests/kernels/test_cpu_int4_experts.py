@@ -6,7 +6,7 @@ from pagewise_kernels.cpu.experts import SILU, Activation
 from pagewise_kernels.cpu.int4_experts import Int4Experts, Int4Parts
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
 
-from tests.kernels.test_cpu_int4 import drawn
+from tests.kernels.int4_layers import drawn
 
 pytestmark = pytest.mark.usefixtures("build")
 

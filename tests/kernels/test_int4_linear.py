@@ -7,7 +7,7 @@ import pytest
 import torch
 from pagewise_kernels.int4_linear import instructions, int4_linear, pack
 
-from tests.kernels.test_cpu_int4 import dequantised, drawn
+from tests.kernels.int4_layers import dequantised, drawn
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Errors of results in each type, relative to the largest of them."""

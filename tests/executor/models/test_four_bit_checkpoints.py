@@ -241,9 +241,9 @@ def test_what_cannot_compute_four_bits_is_refused(tmp_path: Path) -> None:
     build_four_bits(FourBits("awq"), tmp_path, "llama", **SHAPE)
     assert "in four bits: the rest of the model computes in float32" in refused(tmp_path, dtype="bfloat16")
     assert "the weights of this checkpoint are quantised already" in refused(tmp_path, quantization="int4")
-    config, found = ExecutorConfig(model="m", kernels="torch"), read_quantisation("m", tmp_path, "auto")
+    checkpoint = read_quantisation("m", tmp_path, "auto")
     with pytest.raises(ModelError, match="in four bits: on cuda not with --kernels torch"):
-        candidates(config, torch.device("cuda"), torch.bfloat16, found)
+        candidates(ExecutorConfig(model="m", kernels="torch"), torch.device("cuda"), torch.bfloat16, checkpoint)
     linear = FourBitLinear(
         FourBitWeight(torch.zeros(2, 32).byte(), torch.ones(2, 1), None, torch.zeros(32).long()), None
     )

@@ -166,8 +166,8 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     router = "model.layers.0.mlp.gate.weight"
     safetensors.torch.save_file(weights | {router: weights[router].to(torch.float8_e4m3fn)}, file, {"format": "pt"})
     assert f"its weight {router} is of type F8_E4M3" in refused(tmp_path / "moe")
-    safetensors.torch.save_file(weights, file, {"format": "pt"})
-    assert "--tensor-parallel 2: quantised checkpoints of qwen3_moe" in refused(tmp_path / "moe", Ranks(0, 2))
+    build_quantised(form, tmp_path / "gemma", "gemma2", num_hidden_layers=1)
+    assert "--tensor-parallel 2: quantised checkpoints of gemma2" in refused(tmp_path / "gemma", Ranks(0, 2))
     build_quantised(form, tmp_path / "opt", "opt", num_hidden_layers=1)
     assert "and of gemma2, gemma3, gemma3_text, mixtral, phi3, qwen2_moe, qwen3_moe; this one is not: its archit" in (
         refused(tmp_path / "opt")
