@@ -44,7 +44,6 @@ def candidates(
         raise ModelError(f"{config.model}: its weights are quantised, which does not go together with --deterministic")
     if quantised is not None and quantised.in_blocks and (error := _error_of_cpu_weights(config, device, dtype)):
         raise ModelError(f"{config.model}: its weights are in blocks of GGUF, for the CPU in float32: {error}")
-    four_bits = quantised is not None and quantised.four_bits is not None
     if four_bits and (error := _error_of_four_bits(config, device, dtype)):
         raise ModelError(f"{config.model}: its weights are in four bits: {error}")
     if config.attention != "auto":
