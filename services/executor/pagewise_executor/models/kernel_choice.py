@@ -38,6 +38,7 @@ def candidates(
         ModelError: options cannot be fulfilled.
     """
     stored = quantised is not None and not quantised.in_floats
+    four_bits = quantised is not None and quantised.four_bits is not None
     if config.quantization != "none" and (error := _error_of_quantisation(config, device, dtype, stored)):
         raise ModelError(f"--quantization {config.quantization}: {error}")
     if stored and config.deterministic:
