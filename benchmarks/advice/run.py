@@ -3,15 +3,15 @@
 The sessions of the agentic trace, several times, or of agents with sub-agents (``subagents.py``), begin by a Poisson
 process and keep their think times, under the virtual clock of ``pagewise replay``.
 
-*Today*: no sessions. *Sessions* names them and their parents, and says which tools were called, as gateways do; nothing
-is said of next turns, so all of it is learned. *Ends* also says that a session has ended, and *hints* after each other
-turn in how many seconds the next one comes. *Oracle*: Belady's rule, which evicts the block whose next use is the
+*Today*: no sessions. *Sessions* names them and their parents, and names the tools that were called, as gateways do; no
+hint announces the next turn, so its time is learned. *Ends* also announces the end of a session, and *hints* after each
+other turn the seconds until the next one. *Oracle*: Belady's rule, which evicts the block whose next use is the
 latest, with the times of all future uses.
 
 In the other modes half of the API keys, of which each has every second session, say less or lie. *Silent*: they give no
 hints. *Liars*: they say after each turn that the next one comes in a second; *endless*: they say so where a session has
-ended, and else the truth; *early*: they do, and else say a quarter of the true seconds. *Names*: nobody gives hints,
-and they call tools by the names of others, and people too.
+ended, and else the truth; *early*: they do, and else say a quarter of the true seconds. *Names*: no key gives hints,
+and these keys call tools by the names of others, and people too.
 """
 
 import argparse

@@ -44,7 +44,7 @@ def to_int4(x: torch.Tensor) -> torch.Tensor:
 def to_int4_by_channel(x: torch.Tensor, tokens: int = 16) -> torch.Tensor:
     """Round to 16 levels for each channel of ``tokens`` tokens: x [.., tokens, head_dim].
 
-    No option does so: what a token leaves in a block would depend on the tokens behind it.
+    No option does so: the stored numbers of a token would depend on the tokens behind it in its block.
     """
     missing = -x.shape[-2] % tokens
     padded = torch.cat([x, x[..., -1:, :].expand(*x.shape[:-2], missing, -1)], -2)

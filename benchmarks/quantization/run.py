@@ -11,8 +11,8 @@ greedily the other one generates as well, before the first that differs.
 
 ``KV``: all keys and values are rounded. ``tier``: the first half of a text has been computed exactly, and comes back
 from a tier; the second half is compared. ``fp8 weights``: with inputs that are not rounded, as on GPUs without FP8.
-``int4 weights``: likewise. What is rounded is computed by transformers in float32, except for linear layers in int8 and
-int4, which the CPU operations compute.
+``int4 weights``: likewise. transformers computes with the rounded numbers in float32, except for linear layers in
+int8 and int4, which the CPU operations compute.
 """
 
 import argparse

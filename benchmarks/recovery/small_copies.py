@@ -5,7 +5,7 @@
 As ``benchmarks.recovery.run``: the real scheduler core in front of the real CPU executor, and a link to the host that
 is held to a bandwidth, which smaller copies cross in less time. The disk is the one of this machine; its files are read
 without the page cache. ``predicted_ms`` of the disk is no measurement: the bytes of the copies at the speed of a link,
-and the measured time in which numbers become as wide as those of the pool.
+and the measured time to convert the numbers to the type of the pool.
 """
 
 import argparse

@@ -5,9 +5,9 @@ compute the model, but draw the tokens of given texts (``executor.py``): code th
 prose that go on, and random tokens. ``own`` are texts that the model writes itself, greedily. Outputs of both services
 have to be equal. Prints a table and, with ``--json``, writes the numbers.
 
-With ``--head``, drafts are those of a draft model: of an EAGLE-3 head in a folder, or of one with random weights. They
-are drawn like tokens. So drafts of given texts are always right, which is the bound for any head, and those of ``own``
-are the head's.
+With ``--head``, a draft model makes the drafts: an EAGLE-3 head in a folder, or one with random weights. Drafts are
+drawn like tokens. So drafts of given texts are always right, which is the bound for any head, and drafts of ``own`` are
+the head's.
 """
 
 import argparse

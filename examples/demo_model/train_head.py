@@ -3,9 +3,9 @@
     python examples/demo_model/train_head.py --out DIR --steps 2000
     pagewise serve --speculative-config '{"method": "eagle3", "model": "DIR", "num_speculative_tokens": 3}'
 
-The head learns the probabilities that the model gives to tokens of the text on which the model was trained. It goes on
-by itself for three tokens in each step, as it does when it drafts (Li et al., 2025, call this training-time test), but
-for the KV of its own entries before the last one.
+The head learns the probabilities that the model gives to tokens of the text on which the model was trained. In
+each step it continues its own predictions for three tokens, as in drafting (Li et al., 2025, call this training-time
+test), except that a predicted token does not attend to the predicted tokens before it.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class Head(nn.Module):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Attend with entries [rows, tokens, 2 · hidden]; returns the output and their K and V.
 
-        ``known``: K and V of the entries before, which begin with the model's own states; None: these are those.
+        ``known``: K and V of the entries that were made from the model's states; None: ``both`` has these entries.
         """
         layer = self.midlayer.self_attn
         rows, count = both.shape[:2]
@@ -95,7 +95,7 @@ class Head(nn.Module):
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         if known is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:  # each entry sees those of the model before it, and itself
+        else:  # each entry attends to the model's entries before it, and to itself
             scale, before = self.dim**-0.5, torch.ones(count, count, dtype=torch.bool).tril(-1)
             scores = (q @ known[0].transpose(-1, -2) * scale).masked_fill(~before, float("-inf"))
             weights = torch.cat([scores, (q * k).sum(-1, keepdim=True) * scale], -1).softmax(-1)
@@ -130,8 +130,8 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 def losses(
     model: LlamaForCausalLM, head: Head, batch: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, list[float]]:
-    """Return the loss of a batch [rows, tokens], and the share of the model's likeliest tokens that each token of a
-    draft has, where those before it are the text's."""
+    """Return the loss of a batch [rows, tokens], and for each token of a draft the share that equals the model's
+    likeliest token, where the tokens before it are the text's."""
     with torch.no_grad():
         output = model(input_ids=batch, use_cache=False, output_hidden_states=True)
         states = torch.cat([output.hidden_states[layer] for layer in TAKEN], -1).float()

@@ -25,7 +25,7 @@ def round_to_e4m3(value):
 
 @triton.jit
 def rounded_kv(value, MOST: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """What is stored of scaled K or V in eight bits, up to ``MOST``: float32 that float8 or int8 represents.
+    """Round scaled K or V to numbers that float8 or int8 represents, up to ``MOST``; returns float32.
 
     Whole numbers are rounded to even, because conversion to an integer cuts off. Float8 is rounded by its conversion.
     """

@@ -11,8 +11,8 @@ from pagewise_shared.errors import ModelError
 
 
 class _Family(NamedTuple):
-    """The names of a family in config.json. ``gemma``: layers are those of Gemma, of which a model with so many layers
-    divides queries by another number than the size of heads; 0: they are not."""
+    """The names of a family in config.json. ``gemma``: the family has Gemma's layers, and a model with so many layers
+    divides queries by another number than the size of heads; 0: other layers."""
 
     model_type: str
     architecture: str
@@ -107,7 +107,7 @@ def config_of(
 
 
 def _set_gemma(config: dict[str, Any], own: Mapping[str, Any], family: _Family) -> None:
-    """Set what Gemma 2 and 3 have besides, of which the files lack some, with the values of llama.cpp."""
+    """Set the further options of Gemma 2 and 3. Options that the files lack get the values of llama.cpp."""
     second, rope = family.model_type == "gemma2", config["rope_parameters"]
     heads = config["num_attention_heads"]
     config |= {

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 TABLE = "gguf.json"
 """The name of the table in the folder."""
 FORM = 1
-"""Of folders. Those of another form are not read."""
+"""Of folders. Folders of another form are not read."""
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf$")
 
 

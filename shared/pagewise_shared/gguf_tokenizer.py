@@ -1,6 +1,6 @@
 """The tokenizer of a model in a GGUF file, as tokenizer.json and the files beside it have it.
 
-transformers makes it of the vocabulary. Where it takes a default, this module sets what llama.cpp does.
+transformers makes it of the vocabulary. Where it takes a default, this module sets the value of llama.cpp.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from pagewise_shared.errors import ModelError
 
 TRANSFORMERS = (5, 23)
-"""The first version whose tokenizers have been compared with llama.cpp's. Those of 5.13 leave out the first token."""
+"""The first version whose tokenizers have been compared with llama.cpp's. Version 5.13 leaves out the first token."""
 _DIGITS = "smollm"
 _SPLITS = {
     "dbrx", "deepseek-r1-qwen", "falcon3", "gpt-2", "gpt-4o", "llama-bpe", "llama3", "megrez", "pixtral", "qwen2",
@@ -60,7 +60,7 @@ def _set_spaces(settings: dict[str, Any], *, prefix: bool) -> None:
     """Let a tokenizer of SentencePiece treat spaces as llama.cpp does, and as the first tokenizers of Llama.
 
     ``prefix``: a space is added before a text, and behind each added token. transformers adds one before a text alone,
-    whatever the file says.
+    with every file.
     """
     added = [{"type": "Prepend", "prepend": "\u2581"}] if prefix else []
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}

@@ -89,7 +89,7 @@ enum { INT8 = 2, INT4 = 3 };
 
 INLINE long size_of(int kv) { return kv >= INT8 ? 1 : kv ? 2 : 4; }
 
-// The type in which kernels read packed keys and values: those in eight and four bits are made floats before.
+// The type in which kernels read packed keys and values: eight and four bits are converted to floats before.
 INLINE int type_read(int kv) { return kv >= INT8 ? 0 : kv; }
 
 // Find the keys and values of one head at positions start .. stop of a sequence, and put them at s->key_at[i] and so on.

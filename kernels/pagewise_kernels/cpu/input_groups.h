@@ -35,7 +35,7 @@ INLINE floats from_float16(const uint16_t *p) {
 
 // Quantise a group of inputs to eight bits: ``scale`` is the value of one, ``sum`` the sum of the bytes.
 //
-// What is no number, or is infinite, makes the scale so, and with it the whole result of the row.
+// A NaN or an infinite input makes the scale NaN or infinite, and with it the whole result of the row.
 INLINE void quantise_inputs(const float *x, long group, int8_t *to, float *scale, int32_t *sum) {
   ints sizes = {}, sums = {};
   for (long k = 0; k < group; k += VEC) {
@@ -55,7 +55,7 @@ INLINE void quantise_inputs(const float *x, long group, int8_t *to, float *scale
     ints whole = (ints)(scaled + shift) - 0x4b400000;
     int8_t bytes __attribute__((vector_size(VEC))) = __builtin_convertvector(whole & 0xff, __typeof__(bytes));
     memcpy(to + k, &bytes, sizeof(bytes));
-    sums += __builtin_convertvector(bytes, ints);  // of what is no number, any bytes, whose sum fits
+    sums += __builtin_convertvector(bytes, ints);  // of NaN, arbitrary bytes, whose sum fits
   }
   *sum = 0;
   for (int i = 0; i < VEC; i++) *sum += sums[i];

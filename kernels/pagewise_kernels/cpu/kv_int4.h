@@ -19,7 +19,7 @@ INLINE float widen_one(uint16_t x) {
 
 INLINE uint16_t narrow_one(float x) { return narrow(all(x))[0]; }
 
-// Write x [dim]. Of a group with what is no number, or is infinite, nothing is a number when it is read.
+// Write x [dim]. All numbers of a group with a NaN or an infinite number are read as NaN.
 INLINE void store_int4(const float *x, long dim, uint8_t *to) {
   for (long start = 0; start < dim; start += GROUP, x += GROUP, to += RECORD) {
     floats least = load(x, 0, 0), most = least, doubt = least - least;

@@ -16,7 +16,7 @@ INLINE floats load_kv(const void *p, long offset, long i, int kv) {
 }
 
 // Make floats of the keys or values in eight or four bits at s->key_at or s->value_at, ``tokens``; returns where they are.
-// ``scales``: of those in eight bits.
+// ``scales``: of keys or values in eight bits.
 INLINE const void **widen_tokens(struct scratch *s, const void **tokens, const float *scales, long count, long dim, int kv) {
   long width = (dim + VEC - 1) / VEC * VEC;
   for (long t = 0; t < count; t++) {

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU whose weights have scales in two steps, as those of GGUF files, for float32 batches."""
+"""Linear layers on the CPU whose weights have scales in two steps, as in GGUF files, for float32 batches."""
 
 import torch
 

@@ -66,7 +66,7 @@ INLINE void shrink(const char *from, uint8_t *to, long vectors, long dim, int bi
 }
 
 // Write ``blocks`` blocks of float32 or bfloat16, ``from_stride`` bytes apart, in ``bits`` to blocks ``to_stride`` bytes
-// apart. ``error`` [blocks]: the root mean square of what comes back wrong, relative to that of the block.
+// apart. ``error`` [blocks]: the root mean square of the rounding errors, relative to that of the block's numbers.
 EXPORT void pagewise_shrink(const char *from, long from_stride, uint8_t *to, long to_stride, long blocks, long vectors,
                             long dim, int bits, int bf16, float *error) {
   for (long b = 0; b < blocks; b++, from += from_stride, to += to_stride)

@@ -41,7 +41,7 @@ class SmallBlocks:
         """Make ``rows`` [n, bytes_per_block] smaller, into ``small`` [n, num_bytes].
 
         Returns the error of each block [n]: the root mean square of the differences that come back, relative to that of
-        the block's numbers. What is no number makes it none.
+        the block's numbers. A block with a NaN has the error NaN.
         """
         self._check(rows, small)
         errors = np.empty(len(rows), np.float32)

@@ -25,7 +25,7 @@ enum { PLACE = 1 << 16, MEMBERS = PLACE - 1, MOST = 1 << 13 };
 #define OPEN (UINT32_C(1) << 31)
 #define CALLER_SLEEPS (UINT32_C(1) << 30)
 
-// The caller writes ``body`` and ``data`` only while nobody computes; a thread reads them after it has joined.
+// The caller writes ``body`` and ``data`` only while no thread computes; a thread reads them after it has joined.
 static struct {
   pthread_mutex_t used;
   _Atomic uint32_t operation, state, asleep;

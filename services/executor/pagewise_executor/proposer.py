@@ -1,8 +1,8 @@
 """Drafts by a model that comes with the served one: it runs behind each step that a plan asks to.
 
-First it takes the tokens that the step has computed and that their rows keep, all rows in one pass. Behind the last
-token of each row it goes on by itself, a token at a time, again all rows together. What it computes behind the known
-tokens is overwritten when these tokens are known.
+First it takes the tokens that the step has computed and that their rows keep, all rows in one pass. Then it
+continues each row from its own drafts, one token per pass, again all rows together. The KV that it computes for drafts
+is overwritten when the tokens at their positions are known.
 
 Drafts are drawn as tokens are: from the draft model's logits, with the row's constraints, temperature and seed, and
 the random numbers of the token's position. So a draft of a random token is right as often as the two models give this
@@ -22,7 +22,7 @@ from pagewise_executor.step_work import Chunk, Int64s, StepWork
 from pagewise_executor.uploads import Uploads
 
 NOTHING = -1
-"""Stands behind a draft that is shorter than asked for."""
+"""Fills the places behind a draft that is shorter than asked for."""
 
 
 class _Taken(NamedTuple):
@@ -61,7 +61,7 @@ class Proposer:
         rows, last = np.array([(one.row, one.start + one.size - 1) for one in found], np.int64).T
         drafts = torch.full((len(found), max(asked)), NOTHING, dtype=torch.int64, device=tokens.device)
         hidden = self._take(found, tokens)
-        # Of the pass that takes the tokens, the last entry of each row that goes on; ``at``: these, by number.
+        # Each row with drafts continues from its last entry of the pass that has taken the tokens; ``at``: these rows.
         at, number = np.flatnonzero(counts), 0
         hidden = hidden[self._upload(np.cumsum([one.size for one in found])[at] - 1)]
         while len(at):
@@ -105,7 +105,7 @@ class Proposer:
 
 
 def _taken(work: StepWork, batch: InputBatch) -> dict[int, _Taken]:
-    """Return what a step has computed, by row."""
+    """Return the tokens that a step has computed, by row."""
     decodes = len(work.decoding)
     starts = batch.num_computed[work.decoding].tolist()
     one = np.zeros(1, np.int64)

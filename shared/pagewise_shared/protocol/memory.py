@@ -1,4 +1,4 @@
-"""Budgets of memory of API keys, and the message with those of a disk cache."""
+"""Budgets of memory of API keys, and the message with the budgets of a disk cache."""
 
 from pagewise_shared.protocol.base import Message, Piece
 

@@ -1,6 +1,6 @@
 """The messages between the scheduler and executors, and between executors; docs/wire-protocol.md describes their use.
 
-``steps`` has the messages of steps, ``storage`` those about tiers whose blocks have no ids.
+``steps`` has the messages of steps, ``storage`` the messages about tiers whose blocks have no ids.
 
 A frame is one message: a tagged, frozen, array-like msgpack struct. Fields are only appended, with defaults, so that
 minor versions understand each other; any other change raises ``PROTOCOL_MAJOR``. Arrays of integers are little-endian

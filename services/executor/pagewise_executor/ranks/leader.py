@@ -120,7 +120,7 @@ class Follower:
                 elif isinstance(message, Copied | Found | StoredDropped | AdapterLoaded):
                     if self.agreement is not None:
                         self.agreement.add(self.rank, message)
-                elif not isinstance(message, StoredGone):  # rank 0 tells which blocks are gone
+                elif not isinstance(message, StoredGone):  # rank 0 reports the blocks that are gone
                     self._answers.put(message)
         except (EOFError, OSError):
             if not self._closing:

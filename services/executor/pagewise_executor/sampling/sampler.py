@@ -301,7 +301,7 @@ class Sampler:
     ) -> torch.Tensor:
         """Sample tokens int64 [n] that may be sampled at ``positions`` later on, with the rows' bias and masks.
 
-        Parameters are those of ``sample``. No state changes.
+        Parameters are as in ``sample``. No state changes.
         """
         if self._plain.issuperset(rows):
             return logits.argmax(dim=-1)

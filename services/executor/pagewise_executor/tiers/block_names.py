@@ -116,7 +116,7 @@ def header(name: BlockName, row: Rows) -> bytes:
 
 
 def stored_bytes(stored: bytes) -> int:
-    """Return how many bytes of content follow a header, as it says."""
+    """Return the number of bytes of content behind a header, from the header."""
     return int(_HEADER.unpack(stored)[1])
 
 

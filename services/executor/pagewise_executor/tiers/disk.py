@@ -118,7 +118,7 @@ class DiskTier(HashedTier):
             return False
         begin = content[:HEADER_BYTES].tobytes()
         stored = content[_PAGE : _PAGE + stored_bytes(begin)] if there > _PAGE else content[:0]
-        whole = there >= _PAGE + len(stored)  # what lies behind was not read
+        whole = there >= _PAGE + len(stored)  # bytes behind the content were not read
         sound = whole and is_sound(begin, name, stored) and self.restore(stored, row)
         with suppress(OSError):  # on a disk that is read-only
             (os.utime if sound else os.unlink)(path)
@@ -306,7 +306,7 @@ def wipe(folder: Path, salt: str | None) -> int:
 
 
 def _unlink(paths: Iterable[str]) -> list[int]:
-    """Delete files; return the sizes of those that were there."""
+    """Delete files; return the sizes of the files that existed."""
     sizes = list[int]()
     for path in paths:
         with suppress(FileNotFoundError):

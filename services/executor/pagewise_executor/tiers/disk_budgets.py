@@ -1,8 +1,8 @@
 """Which files of a disk cache to delete first, by the budgets of their owners.
 
 The owner of a block is the API key, or the group of keys, in the tags of the prefix's first block. As in control groups
-of Linux, blocks of owners above their ``high`` go first, then those of owners above their ``low``, and blocks of owners
-up to their ``min`` stay.
+of Linux, blocks of owners above their ``high`` are deleted first, then blocks of owners above their ``low``, and blocks
+of owners up to their ``min`` stay.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

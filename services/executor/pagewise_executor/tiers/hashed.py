@@ -87,7 +87,7 @@ class HashedTier(FarTier, ABC):
         return row if self.small is None else self.small.stored(row)
 
     def restore(self, stored: Rows, row: Rows) -> bool:
-        """Write what is stored into ``row`` [bytes_per_block]; return False if it does not have the size of a block."""
+        """Write stored content into ``row`` [bytes_per_block]; return False if it does not have the size of a block."""
         if len(stored) == len(row):
             row[:] = stored
         elif self.small is not None and len(stored) == self.small.num_bytes:
@@ -160,7 +160,7 @@ class HashedTier(FarTier, ABC):
         self._enqueue("look up", find)
 
     def drop(self, message: DropStored, groups: Sequence[LayerGroup] = ()) -> None:
-        """Delete blocks as the message says, after all stores that have begun, and report it. May be called on any
+        """Delete the blocks of a message, after all stores that have begun, and report it. May be called on any
         thread. ``groups``: of layers, if there are several."""
         names = unpack_names(message.names)
 

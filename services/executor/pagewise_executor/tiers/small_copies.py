@@ -1,8 +1,9 @@
-"""Copies in fewer bits: what tiers below the device hold of a block with ``--tier-dtype``.
+"""Copies of blocks in fewer bits, which tiers below the device hold with ``--tier-dtype``.
 
-A copy is made smaller when it leaves the device, and comes back as numbers of the model's type. What is computed behind
-such a block depends on it, so no block of an executor with smaller copies counts as exact: the format of its blocks,
-which names them for peers, stores and the next process, has the type and the bound of the copies (``name``).
+A copy is made smaller when it leaves the device, and comes back as numbers of the model's type. KV that is computed
+behind such a block depends on its error, so no block of an executor with smaller copies counts as exact: the format of
+its blocks, which names them for peers, stores and the next process, has the type and the bound of the copies
+(``name``).
 """
 
 import logging
@@ -29,7 +30,7 @@ class SmallCopies:
 
     ``bound``: of the root mean square of the differences of a block, relative to that of its numbers. ``num_bytes``: of
     a smaller copy. ``name``: of the format. ``num_copies``, ``num_exact``: blocks that have left the device so far, and
-    those of them whose copies stay exact.
+    the ones of these whose copies stay exact.
     """
 
     def __init__(self, blocks: SmallBlocks, dtype: str, bound: float) -> None:

@@ -40,7 +40,7 @@ class _Reset:
 
 @dataclass(slots=True, eq=False)
 class _Drop:
-    """The blocks of one tier that an executor deletes. ``result``: receives what came of it."""
+    """The blocks of one tier that an executor deletes. ``result``: receives the outcome."""
 
     reset: _Reset
     executor: ExecutorHandle

@@ -120,7 +120,7 @@ class _DeclaredTypes:
 
     def parts(self, schema: Any, followed: set[str]) -> Iterator[Mapping[str, Any]]:
         """Yield the schemas that a value has to fulfil together: the schema itself, that of its ``$ref``, and the parts
-        of ``allOf``. ``followed``: references that are not followed any more; those that are followed are added."""
+        of ``allOf``. ``followed``: references that were followed already; this call adds its own ones."""
         waiting = [schema]
         while waiting and self._left:
             part = waiting.pop(0)

@@ -205,7 +205,7 @@ class TaggedCall:
                 return
 
     def _is_end(self, source: CallText, end: str, others: Collection[str]) -> Generator[None, None, bool]:
-        """Whether a text ends at the tag that comes next. If so, what separates it from the text behind is read."""
+        """Whether a text ends at the tag that comes next. If so, the separator behind the text is read."""
         if end == self._next:
             return (yield from self._is_next(source, others))
         if end in self._call_ends:
@@ -256,7 +256,7 @@ class TaggedCall:
         return True
 
     def _may_go_on(self, text: str, start: int) -> int:
-        """Return where the end of a value, or another group, may have begun in a text that goes on."""
+        """Return where the end of a value, or another group, may have begun in a text that is not complete."""
         tag = self._tags.value_end
         at = text.rfind(tag, start)
         if at >= 0 and begins(text[at + len(tag) :].lstrip(), self._followers):

@@ -1,7 +1,7 @@
 """How long drafts are: as long as the expected tokens per second grow, by measured acceptance and measured times.
 
 A draft of k tokens gives one token, and one more for each of its tokens that is right. A token can be right only if
-those before it are, so each next one is expected to give less. It costs a drafted and a verified token, and every
+the tokens before it are, so each next one is expected to give less. It costs a drafted and a verified token, and every
 further token of the longest draft costs a pass of the draft model. So the tokens that are expected to give the most
 join the step first, from whichever sequences, and the best of these steps is taken. With many sequences a step takes
 as long as its tokens, so drafts become shorter, and none pays in the end.
@@ -15,15 +15,16 @@ from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.tiers.cost_model import Costs, OnlineLine
 
 _FIRST = 0.5
-"""The share of drafted tokens that are expected to be right before any was measured, if those before them are."""
+"""The share of drafted tokens that is expected to be right until any was measured, if the tokens before them are."""
 _FOLLOWS, _FOLLOWS_ALL = 0.2, 0.02
-"""The weight of a measurement in the share of its sequence, and in that of all sequences."""
+"""The weight of a measurement in the share of its sequence, and in the share of all sequences."""
 _RECOVERS, _EXPECTED = 0.002, 0.5
-"""In each step without a draft the share of a sequence goes back by so much to this one, so that it tries again."""
+"""Each step without a draft moves the share of a sequence by this factor towards this value, so that drafts resume."""
 _EXPLORES = 24
 """Of so many steps with drafts one has fewer of them, so that the costs of steps with fewer are known too."""
 _SCALES = 1.0, 16.0, 8.0, 32.0
-"""What is not understood yet is rather the step's than the draft model's, which most steps use alike."""
+"""The scales of the costs of a step, its tokens, passes and drafted tokens. The smaller a scale, the more its cost
+changes with an error. Errors are mostly attributed to the step, because most steps use the draft model alike."""
 _PASS, _DRAFT_TOKEN = 0.15, 0.3
 """Costs of a pass of the draft model before any is measured, as a share of a step, and of a token there, of a token."""
 
@@ -79,7 +80,7 @@ class StepTimes:
 
 
 class Acceptance:
-    """The expected share of right tokens at each place of a draft, if those before it are right.
+    """The expected share of right tokens at each place of a draft, if the tokens before it are right.
 
     ``shares``: of the places. ``idle``: steps since the last draft.
     """
@@ -111,8 +112,8 @@ class DraftLengths:
         self._num_chosen = 0
 
     def new(self) -> Acceptance:
-        """What is expected of a sequence that begins. All are expected a little more then, so that a model whose
-        drafts were wrong is tried again."""
+        """Return the acceptance that is expected of a new sequence. Each call moves this expectation a little towards
+        ``_EXPECTED``, so that a model whose drafts were wrong is used again."""
         self._all = [share + _FOLLOWS_ALL * (_EXPECTED - share) for share in self._all]
         return Acceptance(list(self._all))
 
@@ -139,9 +140,9 @@ class DraftLengths:
     def choose(
         self, candidates: Mapping[RequestSequence, tuple[Acceptance, int]], num_running: int, most: int
     ) -> dict[RequestSequence, int]:
-        """The number of tokens to draft for each sequence, without those for which it is 0.
+        """Return the number of tokens to draft for each sequence, without sequences for which it is 0.
 
-        ``candidates``: what is expected of each sequence, and the most tokens that it could take. ``num_running``:
+        ``candidates``: the acceptance of each sequence, and the most tokens that it could take. ``num_running``:
         sequences that decode, these included. ``most``: most tokens of all drafts together.
         """
         gains: list[tuple[float, int, RequestSequence]] = []

@@ -54,7 +54,7 @@ class Drafter(Protocol):
         ...
 
     def verified(self, sequence: RequestSequence, drafted: int, accepted: int) -> None:
-        """A step has verified a draft of a sequence that goes on."""
+        """A step has verified a draft of a sequence that continues."""
         ...
 
     def release(self, sequence: RequestSequence) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
 _GRACE = 8
-"""Steps without a draft in which the draft model goes on taking the tokens of a sequence."""
+"""Steps without a draft in which the draft model still takes the tokens of a sequence."""
 
 
 class ModelDrafts:

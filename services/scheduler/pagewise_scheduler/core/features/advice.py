@@ -1,11 +1,12 @@
-"""Sessions and advice: what clients say about the next use of their KV.
+"""Sessions and advice: predictions of clients about the next use of their KV.
 
 A session is a conversation, whose turns follow each other. The blocks that its turns alone have used are predicted
-(see ``predicted_uses``): by the hints of its last turn, by later advice, or by what the session waits for: tools that
-its last turn has called, or a person. Blocks of its last turn that the next turn has not taken are not used again.
+(see ``predicted_uses``): by the hints of its last turn, by later advice, or by the event for which the session waits:
+tools that its last turn has called, or a person. Blocks of its last turn that the next turn has not taken are not used
+again.
 
-Where layers are in several groups, what clients say counts for the last windows and states of a session too, and its
-end releases them. What is learned counts for blocks of full layers alone: snapshots have roles instead.
+Where layers are in several groups, predictions of clients count for the last windows and states of a session too, and
+its end releases them. Learned predictions count for blocks of full layers alone: snapshots have roles instead.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,13 +43,13 @@ if TYPE_CHECKING:
 _FORK_SECONDS = 60.0
 """The next use of blocks with which a session is to begin is expected in so many seconds."""
 _END_SECONDS = 600.0
-"""A session that was said to have ended has, if it does not return for so long."""
+"""An announced end is kept if the session does not return for so long."""
 _WATCH_SECONDS = 10.0
 
 
 @dataclass(slots=True, frozen=True)
 class Outcome:
-    """What came of advice, as in ``Advised``; ``found``: the executor has some of the KV."""
+    """The result of advice, as in ``Advised``; ``found``: the executor has some of the KV."""
 
     outcome: Literal["accepted", "clipped", "refused"]
     reason: str = ""
@@ -280,7 +281,7 @@ class Advice(Feature):
         return session, [*ancestors(last)]
 
     def _own(self, session: Session | None, path: Iterable[CachedBlock], key: str) -> list[CachedBlock]:
-        """The blocks of a path that advice of an API key may change: those of a session alone, if it is on one."""
+        """The blocks of a path that advice of an API key may change: of a session, its own blocks alone."""
         if session is not None:
             return [node for node in path if node.session == session.number]
         return [node for node in path if self._is_own(node, key)]

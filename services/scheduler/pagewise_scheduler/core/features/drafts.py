@@ -6,7 +6,7 @@ a draft, also where the temperature is above 0. The tokens up to the first diffe
 
 A ``Drafter`` makes the drafts: by prompt lookup, or by a draft model of the executor. A draft has to continue known
 tokens, and only the result of a step with drafts has the number of accepted tokens of each row. So the next plan waits
-while a step with drafts is in flight, and where its drafter says so. One step is in flight then instead of two.
+while a step with drafts is in flight, and where its drafter asks for it. One step is in flight then instead of two.
 
 Nothing is drafted where sampling depends on more than the model, see ``is_draftable``, nor where a thinking budget may
 force a token. The KV of tokens that were not kept is behind the last known token, where the next step overwrites it,

@@ -1,4 +1,4 @@
-"""What came of the blocks that were loaded ahead of their use."""
+"""Counts of the blocks that were loaded ahead of their use, and of the ones that were used."""
 
 from collections.abc import Sequence
 

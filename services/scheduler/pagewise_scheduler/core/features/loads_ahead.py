@@ -43,7 +43,7 @@ more, the oldest are forgotten. Beyond so many questions without an answer, none
 
 
 class HasLast(Protocol):
-    """What names the end of a prefix: a session."""
+    """The owner of the last block of a prefix: a session."""
 
     last: CachedBlock | None
 
@@ -89,7 +89,7 @@ class LoadsAhead(Feature):
         self._unsent: list[LookUp] = []
         self._loaded = LoadedBlocks()
 
-    # ---- what is wanted ------------------------------------------------------------------------------
+    # ---- wanted prefixes -----------------------------------------------------------------------------
 
     def reachable(self, path: list[CachedBlock]) -> list[CachedBlock]:
         """The beginning of a path that the device has or that can be loaded."""
@@ -167,7 +167,7 @@ class LoadsAhead(Feature):
         salt, tokens, epoch = load.table.cache_salt, _tokens(load.path), self.scheduler.epoch
         for tier in self._kv.hashed.values() if self._groups is None else ():
             if self._may_be_in(tier, salt):
-                number = next(self._numbers)  # those of look-ups for requests are positive
+                number = next(self._numbers)  # look-ups for requests have positive numbers
                 self._questions[number] = load, tier
                 load.num_asked += 1
                 root = self._kv.pool.tree.root_hash(salt)
@@ -268,7 +268,7 @@ class LoadsAhead(Feature):
         return min(len(nodes), free + sum(1 for _ in worth))
 
     def _victims(self, num_blocks: int, stay: set[CachedBlock]) -> list[CachedBlock]:
-        """The blocks that would be evicted first, without those that ``stay``, and what is behind them then."""
+        """The blocks that would be evicted first, parents after their last children, without the blocks in ``stay``."""
         pool, value, tie = self._kv.pool, self._kv.pool.policy.value, count()
         heap = [(value(node), next(tie), node) for node in pool.next_evictions(num_blocks + len(stay))]
         heapq.heapify(heap)

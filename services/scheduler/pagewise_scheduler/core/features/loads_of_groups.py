@@ -82,16 +82,16 @@ class LoadsOfGroups:
         num_missing: int,
         host: SharedHostTier,
     ) -> bool:
-        """Whether there is room, and each page is worth more with what is loaded than with what is evicted first.
+        """Whether there is room, and each page is worth more with the load than with the content that is evicted first.
 
-        ``here``: what the device has of a prefix up to ``node``, and ``prefix``: with windows of other places. Behind
-        it, ``num_missing`` blocks and the windows and states of the groups ``lacking`` are missing.
+        ``here``: the blocks of a prefix up to ``node`` that the device has, and ``prefix``: with windows of other
+        places. Behind it, ``num_missing`` blocks and the windows and states of the groups ``lacking`` are missing.
         """
         kv, costs, pool = self._kv, self._scheduler.costs, self._kv.pool
         assert isinstance(pool, SharedBlockPool)
         at_end = [(group, host.snapshots[group.number - 1].blocks_at(node) or ()) for group in lacking]
         num_pages = num_missing * kv.pages_per_block + sum(len(some) * one.pages_per_block for one, some in at_end)
-        # What the device has is held meanwhile, so it is not available.
+        # The load holds the blocks that the device has, so they cannot be evicted for it.
         kept = kv.pages_per_block * sum(not pool.references(one.block) for one in prefix.blocks)
         for group, table in zip(kv.windows, prefix.windows, strict=True):
             kept += group.pages_per_block * sum(not group.users(block) for block in table.blocks)

@@ -46,7 +46,7 @@ class FeatureOptions:
 
     @classmethod
     def of(cls, hello: Hello, speculative: SpeculativeConfig | None) -> "FeatureOptions":
-        """Return those that an executor has told."""
+        """Return the options of an executor, which its Hello has."""
         return cls(hello.adapters, hello.max_grammars, speculative, hello.max_proposed, hello.max_proposing)
 
 

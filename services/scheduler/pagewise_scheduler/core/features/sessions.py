@@ -10,7 +10,7 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 _MOST_SESSIONS, _MOST_ENDED = 1 << 14, 1 << 10
 _MOST_THINGS = 16
-"""Things that a session has waited for of which its longest wait is known."""
+"""The most events, such as tools, for which the longest wait of a session is recorded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,10 +19,10 @@ class Session:
 
     ``prediction``: of its return; 0: none. ``due``: the seconds within which it returns if the hint is kept, or does
     not if it has ended; negative: no hint, or it was judged already.
-    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``waits_for``: the thing that
-    it waits for; "": a hint is known. ``longest``: the seconds of its longest wait for each thing so far.
+    ``counted``: see ``PredictedUses.reach``. ``called``: its last turn has called tools. ``waits_for``: the event
+    for which it waits; "": a hint is known. ``longest``: the seconds of its longest wait for each event so far.
     ``parent``: the number of the session with whose blocks it begins; 0: none.
-    ``children``: the sessions that begin with its blocks, except those that have ended.
+    ``children``: the sessions that begin with its blocks; ended ones leave when another session joins.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Session:
     children: "list[Session]" = field(default_factory=list)
 
     def adopt(self, child: "Session") -> None:
-        """Let another session begin with the blocks of this one, unless it begins with those of a session already."""
+        """Let another session begin with the blocks of this one, unless that one has a parent already."""
         if child is not self and not child.parent:
             child.parent = self.number
             self.children = [*(one for one in self.children if one.prediction != ENDED), child]
@@ -51,7 +51,7 @@ class Session:
             self.longest[self.waits_for] = max(seconds, self.longest.get(self.waits_for, 0.0))
 
     def part_of(self, thing: str) -> str:
-        """Return the part of the waits for a thing that is expected: its own longest one tells, to a power of two."""
+        """Return the class of this session's waits for an event: its longest wait so far, to a power of two."""
         return str(int(self.longest[thing]).bit_length()) if thing in self.longest else ""
 
     def heirs(self) -> "dict[CachedBlock, Session | None]":
@@ -67,7 +67,7 @@ class Session:
 class Sessions:
     """All sessions by API key, cache salt and name, and the last requests that have ended.
 
-    Of more than ``_MOST_SESSIONS``, those that were not seen for the longest are forgotten.
+    Of more than ``_MOST_SESSIONS``, the ones that were not seen for the longest are forgotten.
     """
 
     def __init__(self) -> None:

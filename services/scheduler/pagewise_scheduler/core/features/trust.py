@@ -1,9 +1,9 @@
-"""How far hints of API keys are believed, by what came of earlier ones.
+"""The weight of the hints of an API key, by the share of its earlier hints that were kept.
 
 A life table of each key's own hints (see ``predicted_uses``) corrects hints that are early or late as a rule. It cannot
-tell single lies from single truths, so a key could get memory for one session by telling the truth about others. What
-its broken hints have claimed is therefore charged to all its hints: their values are multiplied by its ``share``. Hints
-count by the blocks that they are about, because that is what they claim.
+distinguish single lies from single truths, so a key could get memory for one session by telling the truth about others.
+Broken hints therefore lower the values of all hints of the key, which are multiplied by its ``share``. A hint counts by
+the number of blocks that it is about, because it claims the memory of these blocks.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ _MOST_CLAIMS = 256
 
 @dataclass(slots=True)
 class Trust:
-    """The hints of one API key that were judged: their number, their blocks, and the blocks of those that were kept.
+    """The hints of one API key that were judged: their number, their blocks, and the blocks of the kept ones.
     Old ones weigh less."""
 
     number: float = 0.0
@@ -73,7 +73,7 @@ class Hints:
         return self._predicted.time(self._source(key), seconds), LATE * seconds
 
     def believes_ends(self, key: str) -> bool:
-        """Whether sessions of a key have mostly ended when the key said so."""
+        """Whether most ends that a key has announced were kept."""
         return self._ends[key].share == 1
 
     def count(self, key: str, last: CachedBlock | None, *, ends: bool, kept: bool) -> None:
@@ -112,7 +112,7 @@ class Hints:
         self._predicted.awaited.discard(claim.last)
 
     def clear(self) -> None:
-        """Forget what waits to be judged."""
+        """Forget the claims that wait to be judged."""
         self._claims.clear()
         self._predicted.awaited.clear()
 

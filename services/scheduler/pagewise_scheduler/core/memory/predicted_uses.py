@@ -5,13 +5,14 @@ late in a characteristic way, which a life table learns over the *normalised age
 time. Its densities, divided by the blocks that come into the caches each second, compare with those of the usual
 classes (see ``use_history``), so predicted and other blocks wait in one eviction queue.
 
-Where nobody has said a time, the source is what the session waits for: a tool, or a person. Its predicted time is
-always ``SECONDS``, so its table is the distribution of such waits. What is not known of one tool is taken from all
-tools, and in the same way of people. Waits for the same thing are distinguished by the session's own longest one.
+Without a hint, the source is the event for which the session waits: the result of a tool, or a turn of a person. The
+predicted time of such a source is always ``SECONDS``, so its table is the distribution of these waits. The prior of the
+table of one tool is the table of all tools, and waits for people have the same order. Waits for the same event are
+distinguished by the session's own longest wait for it.
 
 API keys can lie with hints, with names of tools, and with sessions that return or do not. So the hints of each key are
-a source of their own, which those of others do not change. Tables of waits learn from all keys, because each alone has
-few. A table hears of at most as many observations of one key as of all others, and ``_MOST_ALONE`` more.
+a source of their own, which the hints of other keys do not change. Tables of waits learn from all keys, because each
+key alone has few. A table takes at most as many observations of one key as of all others, and ``_MOST_ALONE`` more.
 """
 
 from collections import Counter, OrderedDict
@@ -29,10 +30,10 @@ HINTS, TOOLS, PEOPLE = range(1, 4)
 """Kinds of sources: hints, waits for tools and for people. The sources of these numbers are all of a kind; higher
 numbers are the hints of one API key each, and waits of one kind each."""
 SECONDS = 32.0
-"""The predicted time of waits: their table tells one second from two, and a day from two."""
+"""The predicted time of waits: their table distinguishes one second from two, and one day from two."""
 _MOST_SOURCES, _MOST_OF_KEY = 2048, 128
-"""Sources that have a table each, and those of them that one API key has introduced. Of more, the ones that were not
-seen for the longest are forgotten."""
+"""The most sources that have tables, and the most of them that one API key has introduced. Of more, the ones that were
+not seen for the longest are forgotten."""
 _MOST_ALONE = 64
 SHARED = -1
 """The session of blocks that several sessions, or requests without a session, have used."""
@@ -64,9 +65,9 @@ def _scale(prediction: int) -> float:
 class _LifeTable:
     """The returns of one source by normalised age.
 
-    ``common``: the table of more sources, from which it takes what it does not know yet; None: what other sources do
-    says nothing about it. ``share``: the factor on its densities. ``num_observed``: how much was learned, of which old
-    observations are forgotten.
+    ``common``: the table of several sources, which is the prior of this table; None: other sources do not resemble this
+    one, so the prior is ``_PRIOR_RATES``. ``share``: the factor on its densities. ``num_observed``: the number of
+    observations; from ``_MOST_OBSERVED`` on, all of them count half.
     """
 
     def __init__(self, common: "_LifeTable | None" = None) -> None:
@@ -145,7 +146,7 @@ class _LifeTable:
 
     @property
     def num_known(self) -> int:
-        """How much was learned of waits for the same thing."""
+        """The number of observations of all waits for the same event."""
         return self.num_observed if self._common is None or self._common._common is None else self._common.num_observed
 
     def probability(self, age: float) -> float:
@@ -191,7 +192,7 @@ class PredictedUses:
 
     def source(self, kind: int, what: tuple[str, ...], key: str) -> int:
         """Return the source of waits of one kind for an API key. ``kind``: ``TOOLS`` or ``PEOPLE``. ``what``: the name
-        of the thing that is waited for, and of a part of these waits, which takes from all what is not known of it."""
+        of an event, alone or with a class of the waits for it. The prior of a class is the table of its event."""
         name = kind, what
         source, _ = self._sources.get(name, (0, ""))
         if not source:

@@ -31,7 +31,7 @@ _BEGUN = _BITS = 16
 
 
 class StoredWatcher(Protocol):
-    """Is told what is known about the blocks of a tier without ids, of the first group of layers."""
+    """Receives changes of the known blocks of a tier without ids, of the first group of layers."""
 
     def entered(self, node: CachedBlock, tier: int) -> None:
         """A tier has the block."""

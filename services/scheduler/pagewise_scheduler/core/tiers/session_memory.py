@@ -1,4 +1,4 @@
-"""What advice does to the memory of a session: its blocks, and where layers are in several groups, the windows and
+"""The effects of advice on the memory of a session: its blocks, and where layers are in several groups, the windows and
 states at their ends."""
 
 from collections.abc import Container, Iterable, Sequence
@@ -49,8 +49,8 @@ def demote(kv: KVCacheManager, nodes: Sequence[CachedBlock], copies: list[BlockC
 
 
 def drop_snapshots(kv: KVCacheManager, nodes: Iterable[CachedBlock], kept: Container[CachedBlock]) -> None:
-    """No sequence begins behind these nodes any more: release the windows and states there, except behind those that
-    are ``kept``. Blocks of full layers that are of use with them alone go first then."""
+    """No sequence begins behind these nodes any more: release the windows and states there, except behind nodes
+    in ``kept``. Blocks of full layers that are of use with them alone go first then."""
     history, pools = kv.eviction_history, list(snapshot_pools(kv))
     history.reason = "advice"
     for node in nodes if pools else ():

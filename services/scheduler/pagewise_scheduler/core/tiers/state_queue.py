@@ -1,4 +1,4 @@
-"""The order in which snapshots are evicted. Those of states are few and large, so each is valued by itself."""
+"""The order in which snapshots are evicted. Snapshots of states are few and large, so each has its own value."""
 
 import heapq
 from collections.abc import Mapping

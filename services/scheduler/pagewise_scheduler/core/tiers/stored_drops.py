@@ -38,7 +38,7 @@ def drop_blocks(scheduler: "Scheduler", nodes: Sequence[CachedBlock]) -> list[Dr
 
 
 def _last_copies(scheduler: "Scheduler") -> int:
-    """The last step that copies blocks to these tiers by what is known now."""
+    """The last step that copies blocks to these tiers, as far as copies have been decided."""
     return scheduler.last_step + 1 if scheduler.has_unsent_demotions else scheduler.newest_in_flight or 0
 
 
