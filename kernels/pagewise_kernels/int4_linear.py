@@ -73,6 +73,23 @@ def pack(
     )  # fmt: skip
 
 
+def unpack(weight: PackedInt4) -> torch.Tensor:
+    """Return the weight float32 [outs, ins] of a layout of the kernel, for checks."""
+    words = weight.codes.int()
+    codes = torch.stack([words >> 4 * block & 15 for block in range(AT_ONCE)], 2)  # [slots / 128, outs, 4, 32]
+    numbers = codes.transpose(0, 1).flatten(1).float()
+    scales, zeros = (
+        torch.full_like(weight.scales, 8.0, dtype=torch.float32) if part is None else part.float()
+        for part in (weight.scales, weight.zeros)
+    )
+    spread = [part.t().repeat_interleave(weight.group, 1)[:, : numbers.shape[1]] for part in (scales, zeros)]
+    slots = (numbers - spread[1]) * spread[0]
+    if weight.order is None:
+        return slots[:, : weight.ins]
+    placed = slots.new_zeros(len(slots), weight.ins + 1)
+    return placed.index_copy_(1, weight.order, slots)[:, : weight.ins]
+
+
 _KINDS = {torch.bfloat16: ("bf16x2", 0x43004300, 0x3F803F80, 0x80008000, 128.0),
           torch.float16: ("f16x2", 0x64006400, 0x3C003C00, 0x80008000, 1024.0)}  # fmt: skip
 """The type of a pair in PTX, the bits of two numbers whose lowest bits a code takes, of ones, of minus zeros, and the

@@ -21,7 +21,7 @@ import triton.language as tl
 from pagewise_kernels.dependent_launch import prefetch_rows, wait_for_predecessor
 from pagewise_kernels.kv_layer import FP8
 from pagewise_kernels.kv_write import FP8_MOST, round_to_e4m3
-from pagewise_kernels.launch import check_device, interpreted, is_hopper, launch, num_sms
+from pagewise_kernels.launch import called_by_kernels, check_device, interpreted, is_hopper, launch, num_sms
 from pagewise_kernels.products import FLOATS, check_product, check_types, compute_options
 from pagewise_kernels.quantised import scale_of
 from pagewise_kernels.shapes import check_rows, power_of_two
@@ -48,7 +48,7 @@ def _row_scales(x, num_rows, stride_x, size_in, ROWS: tl.constexpr, PADDED: tl.c
     return scales
 
 
-@triton.jit
+@called_by_kernels
 def sum_of_parts(parts, stride_part, at, num_parts, AT_ONCE: tl.constexpr):
     """The sum of ``num_parts`` parts, of which each has its values ``at``, in their order.
 

@@ -209,4 +209,4 @@ def test_doctor_says_which_kernels_fail(breaking: Callable[[str], dict[str, str]
         "0: block copies: AttributeError: module 'pagewise_kernels' has no attribute 'no_such_function'",
         "0: sampling: it ended the process by SIGSEGV",
     ]
-    assert "0: 13 compute what PyTorch does" in done.stdout
+    assert "0: 14 compute what PyTorch does" in done.stdout

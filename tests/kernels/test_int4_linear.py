@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagewise_kernels.int4_linear import instructions, int4_linear, pack
+from pagewise_kernels.int4_linear import instructions, int4_linear, pack, unpack
 
 from tests.kernels.int4_layers import dequantised, drawn
 
@@ -29,6 +29,7 @@ def test_the_kernel_multiplies_by_codes_with_scales_and_zeros(
     codes, scales, zeros, group_of = drawn(outs, ins, group, zeros=rows != 5, scattered=scattered)
     scales = scales.to(dtype).float()
     parts = codes.to(device), scales.to(device), None if zeros is None else zeros.to(device), group_of.to(device)
+    assert torch.allclose(unpack(pack(*parts, dtype)), dequantised(*parts).float(), rtol=1e-6)
     x = torch.randn(rows, ins + 3, device=device).to(dtype)[:, :ins]
     bias = torch.randn(outs, device=device).to(dtype) if rows % 2 else None
     found = int4_linear(x, pack(*parts, dtype), bias)

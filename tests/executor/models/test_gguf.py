@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
+
+pytest.importorskip("gguf")
+import gguf
 import torch
 import transformers
 from pagewise_executor.collectives import Ranks

@@ -19,6 +19,7 @@ from pagewise_kernels.attention import (
 )
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pagewise_kernels.decode_inputs import decode_inputs
+from pagewise_kernels.int4_linear import unpack
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LEAST_RANK, LoraLayer, LoraTiles, add_lora, padded_rank
@@ -177,6 +178,15 @@ def _quantised_linear(use: KernelUse) -> Iterator[Compared]:
             yield Compared(layer.compute(x), QuantisedLinear.compute(layer, x), TOLERANCE[use.dtype])
 
 
+def _int4_linear(use: KernelUse) -> Iterator[Compared]:
+    assert use.int4 is not None
+    weight, bias = use.int4.packed, use.int4.bias
+    for rows in (1, 17):
+        x = use.draw(rows, weight.ins)
+        expected = nn.functional.linear(x.float(), unpack(weight), None if bias is None else bias.float())
+        yield Compared(use.int4(x), expected.to(x.dtype), TOLERANCE[use.dtype])
+
+
 def _lora(use: KernelUse) -> Iterator[Compared]:
     rank, size = padded_rank(use.adapter_rank), use.hidden_size or 256
     x, y = use.draw(3, size), use.draw(3, size, seed=1)
@@ -299,6 +309,7 @@ KERNELS: dict[str, tuple[Callable[[KernelUse], bool], Check]] = {
     "experts in MXFP4": (lambda use: use.mxfp4 is not None, mxfp4_experts),
     "recurrent layers": (lambda use: bool(use.recurrent), recurrent_layers),
     "deterministic linear": (lambda use: use.deterministic, _linear),
+    "linear in four bits": (lambda use: use.int4 is not None, _int4_linear),
     "quantised linear": (lambda use: bool(use.linears), _quantised_linear),
     "LoRA": (lambda use: use.adapter_rank > 0, _lora),
     "block copies": (_always, _block_copies),

@@ -17,6 +17,8 @@ from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.kernel_checks.recurrent_problems import forms_of, typical_forms
 from pagewise_executor.kv.layer_groups import PageLayout
 from pagewise_executor.kv.segment_mover import KeyRotation
+from pagewise_executor.models.four_bit_linear import TritonInt4Linear
+from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_executor.models.grouped_experts import GroupedExperts, GroupedRouter
 from pagewise_executor.models.loader import LoadedModel
@@ -54,6 +56,7 @@ class KernelUse:
     linears: tuple[QuantisedLinear, ...] = ()
     mixture: tuple[GroupedRouter, GroupedExperts] | None = None
     mxfp4: tuple[TritonMxfp4Experts, int] | None = None
+    int4: TritonInt4Linear | None = None
     rotation: KeyRotation | None = None
     adapter_rank: int = 0
     deterministic: bool = False
@@ -88,6 +91,7 @@ def use_of(
         linears=_linears(loaded.model),
         mixture=next(_mixtures(layers), None),
         mxfp4=next(_mxfp4_experts(loaded.model), None),
+        int4=next((each for each in loaded.model.modules() if isinstance(each, TritonInt4Linear)), None),
         rotation=loaded.rotations[0] if loaded.rotations and not shapes[0].latent else None,
         adapter_rank=adapter_capacity(config).max_rank,
         deterministic=config.deterministic,
@@ -147,7 +151,13 @@ def typical_use(device: torch.device) -> KernelUse:
         _drawn_mxfp4(use, experts, 2 * inner, hidden), _drawn_mxfp4(use, experts, hidden, inner), 7.0, 1.702
     )
     recurrent = typical_forms(*((2, 16, 24) if small else (4, 128, 128)))
-    return replace(use, mixture=mixture, mxfp4=(mxfp4, 2), recurrent=recurrent)
+    return replace(use, mixture=mixture, mxfp4=(mxfp4, 2), int4=_drawn_int4(use, hidden), recurrent=recurrent)
+
+
+def _drawn_int4(use: KernelUse, ins: int) -> TritonInt4Linear:
+    codes, zeros = (torch.randint(16, (96, size), dtype=torch.uint8, device=use.device) for size in (ins, ins // 32))
+    scales, group_of = use.draw(96, ins // 32).float().abs(), torch.arange(ins, device=use.device) // 32
+    return TritonInt4Linear(FourBitWeight(codes, scales, zeros, group_of), None, use.dtype)
 
 
 def _drawn_mxfp4(use: KernelUse, experts: int, outs: int, ins: int) -> Mxfp4Weights:
