@@ -60,6 +60,7 @@ def run_requests(
             speculative,
             runner.info.max_proposed if proposes else 0,
             runner.info.max_proposing,
+            runner.info.drafts_with_grammars,
         ),
         num_blocks=num_blocks or runner.info.num_blocks,
         shape=shape,

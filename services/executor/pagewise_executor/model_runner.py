@@ -250,6 +250,7 @@ class ModelRunner:
             page_bytes=0 if self._pages is None else pool.bytes_per_block,
             max_proposed=loaded.draft.most if loaded.draft is not None else 0,
             max_proposing=loaded.draft.most_rows if loaded.draft is not None else 0,
+            drafts_with_grammars=self._grammars is not None,
         )
 
     def _measure_activations(self, config: SizedConfig, loaded: LoadedModel, kv_dtype: torch.dtype) -> int:
@@ -418,7 +419,7 @@ class ModelRunner:
             tokens, proposed = to_host(tokens), None if proposed is None else to_host(proposed)
             done, seconds = record_event(self._device), time.perf_counter() - began
             events = (start, done) if start is not None and done is not None else None
-            failures = self._sampler.take_failures()
+            failures = [one for one in self._sampler.take_failures() if kept is None or kept[one.index]]
             asked = [count for _, count in work.proposals]
             return IssuedStep(
                 plan, tokens, rows, logprobs, prompts, seconds, events, failures, kept, proposed, asked
@@ -488,7 +489,8 @@ class ModelRunner:
         rows = work.sampled_rows
         positions, on_device, index = at
         if self._ranks.first:
-            tokens, logprobs = self._sampler.sample(logits, rows, positions, on_device, forced)
+            drafts = {draft.row: draft.tokens.tolist() for draft in work.drafts}
+            tokens, logprobs = self._sampler.sample(logits, rows, positions, on_device, forced, drafts)
         else:
             tokens, logprobs = torch.empty(len(rows), dtype=torch.int64, device=self._device), None
         last = tokens = tokens if self._ranks.alone else self._ranks.share_tokens(tokens)

@@ -75,6 +75,7 @@ class Proposer:
                 chosen = self._upload(goes_on)
                 hidden = self._compute(rows[at[goes_on]], last[at[goes_on]] + number, ids[chosen], hidden[chosen])
             at = at[goes_on]
+        sampler.end_drafts()
         return drafts
 
     def _room(self, one: _Taken, count: int, batch: InputBatch) -> int:

@@ -158,6 +158,7 @@ class Hello(Message, frozen=True):
             group's.
         max_proposed: most tokens of a draft that its own drafter proposes; 0: it has no drafter. max_proposing: with
             more running sequences the drafter is not to be used; 0: measured times alone decide.
+        drafts_with_grammars: drafts of sequences with grammars are verified, too.
     """
 
     protocol_major: int
@@ -192,6 +193,7 @@ class Hello(Message, frozen=True):
     page_bytes: int = 0
     max_proposed: int = 0
     max_proposing: int = 0
+    drafts_with_grammars: bool = False
 
 
 class NamedBlocks(Piece, frozen=True):

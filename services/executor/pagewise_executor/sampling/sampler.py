@@ -20,7 +20,7 @@ from pagewise_executor.sampling.logprobs import ComputeLogprobs, LogprobsTensors
 from pagewise_executor.sampling.penalties import Penalties
 from pagewise_executor.sampling.token_sampler import TokenSampler
 from pagewise_executor.step_work import Int32s, Int64s
-from pagewise_executor.structured.structured_rows import StructuredRows
+from pagewise_executor.structured.structured_rows import NO_DRAFTS, Drafts, StructuredRows
 from pagewise_executor.uploads import Uploads
 
 _NEGATIVE = float("-inf")
@@ -246,13 +246,13 @@ class Sampler:
         self._sampled = None
 
     def check_draftable(self, row: int) -> None:
-        """Check that sampling in ``row`` does not depend on the tokens before but through the model.
+        """Check that sampling in ``row`` depends on the tokens before through the model and a grammar alone.
 
         Raises:
-            InvalidPlanError: the row has penalties, a grammar, bad words of several tokens, or ``min_tokens``.
+            InvalidPlanError: the row has penalties, bad words of several tokens, ``min_tokens``, or is of a beam search.
         """
         state = self._states[row]
-        if state.penalised or state.params.grammar or state.num_held_back or state.table.bad_words:
+        if state.penalised or state.params.beam or state.num_held_back or state.table.bad_words:
             raise InvalidPlanError(f"row {row} has a draft, but its sampling depends on the tokens before")
 
     def are_simple(self, rows: list[int]) -> bool:
@@ -266,13 +266,14 @@ class Sampler:
         positions: torch.Tensor,
         on_device: torch.Tensor | None = None,
         forced: Mapping[int, int] = _NOT_FORCED,
+        drafts: Drafts = NO_DRAFTS,
     ) -> tuple[torch.Tensor, LogprobsTensors | None]:
         """Sample one token for each of ``rows`` from ``logits`` [n, vocab].
 
         ``positions`` int64 [n]: the positions of the sampled tokens in their sequences. ``on_device`` int32 [n]: the
         rows on the device; None: they are not there yet. ``forced``: by index in ``rows``, the token that is sampled
-        unless a grammar forbids it. Returns the tokens int64 [n], and the requested log-probabilities; None: no row
-        requests any.
+        unless a grammar forbids it. ``drafts``: a row with a draft is in ``rows`` once for each of its tokens, and once
+        more. Returns the tokens int64 [n], and the requested log-probabilities; None: no row requests any.
         """
         if not forced and self._plain.issuperset(rows):
             return logits.argmax(dim=-1), None
@@ -282,9 +283,9 @@ class Sampler:
         sampled = self._sampled
         raw = processed = logits.float()
         if sampled.needs_processing or forced:
-            processed = self._process(raw, sampled, forced)
+            processed = self._process(raw, sampled, forced, drafts)
         tokens = self._token_sampler.sample(processed, rows, positions, on_device)
-        self._update(sampled, tokens)
+        self._update(sampled, tokens, drafts)
         reporting = sampled.reporting
         if not reporting.indices:
             return tokens, None
@@ -301,15 +302,28 @@ class Sampler:
     ) -> torch.Tensor:
         """Sample tokens int64 [n] that may be sampled at ``positions`` later on, with the rows' bias and masks.
 
-        Parameters are as in ``sample``. No state changes.
+        Parameters are as in ``sample``. Grammars go ahead with these tokens, until ``end_drafts``.
         """
         if self._plain.issuperset(rows):
             return logits.argmax(dim=-1)
-        processed = logits.float()
-        if not self._simple.issuperset(rows):
-            processed = processed.clone(memory_format=torch.contiguous_format)
-            sampled_rows(rows, self._states, logits.shape[1], self._upload).constrain(processed, self._upload)
-        return self._token_sampler.sample(processed, rows, positions, on_device)
+        raw = logits.float()
+        if self._simple.issuperset(rows):
+            return self._token_sampler.sample(raw, rows, positions, on_device)
+        processed = raw.clone(memory_format=torch.contiguous_format)
+        sampled = sampled_rows(rows, self._states, logits.shape[1], self._upload)
+        sampled.constrain(processed, self._upload)
+        structured = sampled.structured
+        if structured.indices:
+            forbidden = self._structured.forbidden_ahead(sampled.numbers(structured))
+            _keep_to_grammars(processed, raw, forbidden, structured, restricted=sampled.restricted)
+        tokens = self._token_sampler.sample(processed, rows, positions, on_device)
+        if structured.indices:
+            self._structured.go_ahead(sampled.numbers(structured), structured.of(tokens))
+        return tokens
+
+    def end_drafts(self) -> None:
+        """Forget the tokens that ``draft`` has sampled."""
+        self._structured.go_back()
 
     def take_failures(self) -> list[RowFailure]:
         """Return the rows that cannot go on since the last call, by the indices of their tokens."""
@@ -321,7 +335,9 @@ class Sampler:
         (self._simple.add if simple else self._simple.discard)(row)
         (self._plain.add if simple and state.params.temperature == 0 else self._plain.discard)(row)
 
-    def _process(self, raw: torch.Tensor, sampled: SampledRows, forced: Mapping[int, int]) -> torch.Tensor:
+    def _process(
+        self, raw: torch.Tensor, sampled: SampledRows, forced: Mapping[int, int], drafts: Drafts
+    ) -> torch.Tensor:
         logits = raw.clone(memory_format=torch.contiguous_format)
         if sampled.penalised.indices:
             self._penalties.apply(logits, sampled.numbers(sampled.penalised), sampled.penalised.indices)
@@ -330,31 +346,19 @@ class Sampler:
             indices, tokens = self._upload(np.array([list(forced), list(forced.values())], np.int64))
             logits[indices] = _NEGATIVE
             logits[indices, tokens] = 0.0
-        if sampled.structured.indices:
-            self._keep_to_grammars(logits, raw, sampled, restricted=sampled.restricted or bool(forced))
+        structured = sampled.structured
+        if structured.indices:
+            forbidden = self._structured.forbidden(sampled.numbers(structured), structured.indices, drafts)
+            _keep_to_grammars(logits, raw, forbidden, structured, restricted=sampled.restricted or bool(forced))
         return logits
 
-    def _keep_to_grammars(
-        self, logits: torch.Tensor, raw: torch.Tensor, sampled: SampledRows, *, restricted: bool
-    ) -> None:
-        """Mask the tokens that the rows' grammars forbid, in place, in logits [n, vocab]. If that leaves a row no
-        token, its grammar alone decides, on the ``raw`` logits before any processing. ``restricted``: whether tokens
-        have been forbidden before, so that no token may be left."""
-        structured = sampled.structured
-        forbidden = self._structured.forbidden(sampled.numbers(structured), structured.indices)
-        own = structured.of(logits).masked_fill_(forbidden, _NEGATIVE)
-        if restricted:
-            nothing = own.amax(dim=-1, keepdim=True) == _NEGATIVE
-            own.copy_(torch.where(nothing, structured.of(raw).masked_fill(forbidden, _NEGATIVE), own))
-        structured.put(logits, own)
-
-    def _update(self, sampled: SampledRows, tokens: torch.Tensor) -> None:
+    def _update(self, sampled: SampledRows, tokens: torch.Tensor, drafts: Drafts) -> None:
         """Pass ``tokens``, which were sampled for these rows, to penalties, grammars and constraints."""
         penalised, structured = sampled.penalised, sampled.structured
         if penalised.indices:
             self._penalties.count(sampled.numbers(penalised), penalised.of(tokens))
         if structured.indices:
-            self._structured.drawn(sampled.numbers(structured), structured.of(tokens))
+            self._structured.drawn(sampled.numbers(structured), structured.of(tokens), drafts)
         for index in sampled.holding:
             row = sampled.rows[index]
             state = self._states[row]
@@ -366,3 +370,18 @@ class Sampler:
             on_host = tokens.tolist()
             for number, state in followed:
                 state.history += on_host[number].to_bytes(_TOKEN_BYTES, "little")
+
+
+def _keep_to_grammars(
+    logits: torch.Tensor, raw: torch.Tensor, forbidden: torch.Tensor, structured: Selected, *, restricted: bool
+) -> None:
+    """Mask the tokens that grammars forbid, bool [k, vocab] of the rows ``structured``, in place in logits [n, vocab].
+
+    If that leaves a row no token, its grammar alone decides, on the ``raw`` logits before any processing.
+    ``restricted``: whether tokens have been forbidden before, so that no token may be left.
+    """
+    own = structured.of(logits).masked_fill_(forbidden, _NEGATIVE)
+    if restricted:
+        nothing = own.amax(dim=-1, keepdim=True) == _NEGATIVE
+        own.copy_(torch.where(nothing, structured.of(raw).masked_fill(forbidden, _NEGATIVE), own))
+    structured.put(logits, own)

@@ -3,12 +3,17 @@
 A mask depends on the tokens that were sampled before, which a GPU may not have computed yet when the next step is
 issued. So masks are made as late as possible: behind the launch of a step's forward pass, which the device computes
 during the wait for the tokens of the step before.
+
+Behind each token of a draft, the mask is of a matcher that has consumed the tokens before it. The matcher goes back
+when all masks are there, and consumes the tokens that its row keeps when they are known.
 """
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +22,7 @@ import torch
 from pagewise_shared.cpu_threads import available_cores
 from pagewise_shared.model_files import resolve_model
 from pagewise_shared.protocol import RowFailure
+from pagewise_shared.sampling import num_accepted
 
 from pagewise_executor.device_defaults import SizedConfig
 from pagewise_executor.uploads import Uploads, to_host
@@ -24,9 +30,6 @@ from pagewise_executor.uploads import Uploads, to_host
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from pagewise_executor.structured.grammars import Grammars
-
-if TYPE_CHECKING:
     from pagewise_executor.structured.grammars import Grammars
 
 log = logging.getLogger(__name__)
@@ -42,7 +45,10 @@ _TOKEN_BYTES = 4
 _MOST_LEFT = 128
 """Matchers of sequences that have left their rows, which are kept."""
 _MAX_REASON = 300
-_NEGATIVE = float("-inf")
+
+Drafts = Mapping[int, Sequence[int]]
+"""The tokens of drafts, by row."""
+NO_DRAFTS: Drafts = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +61,7 @@ class StructuredRow:
             tokens of the next hypotheses.
         matcher: None until its first mask is needed. error: why there are no more masks; empty: there are.
         invalid: the grammar cannot be compiled for the model's tokenizer.
+        ahead: how many tokens of a draft the matcher has consumed beside ``consumed``.
     """
 
     grammar: str
@@ -63,27 +70,42 @@ class StructuredRow:
     matcher: "LLMatcher | None" = None
     error: str = ""
     invalid: bool = False
+    ahead: int = 0
 
     def consume(self, token: int) -> None:
         """Feed the matcher a sampled token."""
-        if self.matcher is None or self.error or self.beam:
+        if self.error or self.beam:
             return
         self.consumed += token.to_bytes(_TOKEN_BYTES, "little")
-        if not self.matcher.consume_token(token):
+        if self.matcher is not None and not self.matcher.consume_token(token):
             self.fail(self.matcher.get_error())
+
+    def go_ahead(self, token: int) -> bool:
+        """Feed the matcher a token of a draft; return whether the grammar allows it."""
+        if self.matcher is None or self.error or self.matcher.try_consume_tokens([token]) != 1:
+            return False
+        self.ahead += 1
+        return True
+
+    def go_back(self) -> None:
+        """Let the matcher forget the tokens of a draft."""
+        if self.matcher is not None and self.ahead and not self.matcher.rollback(self.ahead):
+            self.matcher = None  # it has failed behind a token of the draft: the next mask is made by a new one
+        self.ahead = 0
 
     def fail(self, reason: str) -> None:
         """Record that the grammar cannot be followed any further."""
-        # The first line is the reason; the library's description of its state follows.
-        text = " ".join(reason.partition("\n<state>")[0].split())[:_MAX_REASON]
-        self.error = f"the output cannot be made to match its grammar: {text or 'the reason is not known'}"
+        self.error = _reason(reason)
 
 
 @dataclass(slots=True)
 class _Drawn:
-    """Sampled tokens on their way to the host. ``copied``: the event of their arrival; None: they are on the host."""
+    """Sampled tokens on their way to the host. ``copied``: the event of their arrival; None: they are on the host.
 
-    rows: list[StructuredRow]
+    ``rows``: each with its draft, behind each of whose tokens one was sampled.
+    """
+
+    rows: list[tuple[StructuredRow, Sequence[int]]]
     tokens: torch.Tensor
     copied: "torch.cuda.Event | None"
 
@@ -124,32 +146,58 @@ class StructuredRows:
         if held is not None and held.matcher is not None and not held.error:
             self._left.append(held)
 
-    def forbidden(self, rows: Sequence[int], indices: Sequence[int]) -> torch.Tensor:
+    def forbidden(self, rows: Sequence[int], indices: Sequence[int], drafts: Drafts = NO_DRAFTS) -> torch.Tensor:
         """Return which tokens the grammars of ``rows`` [k] do not allow next: bool [k, vocab], on the device.
 
-        ``indices`` [k]: of their tokens in the result of the step, for ``take_failures``. A row that has failed is
-        allowed one arbitrary token, so that sampling works.
+        ``indices`` [k]: of their tokens in the result of the step, for ``take_failures``. ``drafts``: a row with a
+        draft of n tokens is 1 + n times among ``rows``, for the tokens behind its known ones and behind each of these.
+        A row that has failed, or whose draft the grammar does not allow, is allowed one arbitrary token there, so that
+        sampling works.
         """
         self._catch_up()
-        held = [self._rows[row] for row in rows]
-        matchers = {number: self._matcher(row) for number, row in enumerate(held)}
-        living = {number: matcher for number, matcher in matchers.items() if matcher is not None}
-        masks = np.zeros((len(held), -(-self.vocab_size // 32)), np.int32)
-        if living and self.grammars is not None:
-            masks[list(living)] = self.grammars.masks(list(living.values()))
-        for number, matcher in living.items():
-            if matcher.is_error():
-                held[number].fail(matcher.get_error())
-        for number, row in enumerate(held):
-            if row.error:
-                masks[number] = 0
-                masks[number, 0] = 1
-                self._failures.append(RowFailure(indices[number], row.error, row.invalid))
+        masks = self._empty_masks(len(rows))
+        going = [(number, self._rows[row], drafts.get(row, ())) for number, row in _first(rows, drafts)]
+        place = 0
+        while going:
+            numbers = [number + place for number, _, _ in going]
+            errors = self._fill([row for _, row, _ in going], masks, numbers)
+            self._failures += [RowFailure(indices[numbers[one]], *why) for one, why in errors.items()]
+            going = [
+                (number, row, draft)
+                for number, row, draft in going
+                if place < len(draft) and row.go_ahead(draft[place])
+            ]
+            place += 1
+        for row in drafts.keys() & self._rows.keys():
+            self._rows[row].go_back()
         return forbidden_tokens(masks, self.vocab_size, self._upload)
 
-    def drawn(self, rows: Iterable[int], tokens: torch.Tensor) -> None:
-        """Keep ``tokens`` int64 [k], which were sampled for these rows. They are read when masks are needed next."""
-        held = [self._rows[row] for row in rows]
+    def forbidden_ahead(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return which tokens must not follow in drafts that are made for ``rows`` [k], as ``forbidden`` does.
+
+        They follow the known tokens, and those that ``go_ahead`` got since the last ``go_back``.
+        """
+        self._catch_up()
+        masks = self._empty_masks(len(rows))
+        self._fill([self._rows[row] for row in rows], masks, range(len(rows)))
+        return forbidden_tokens(masks, self.vocab_size, self._upload)
+
+    def go_ahead(self, rows: Sequence[int], tokens: torch.Tensor) -> None:
+        """Continue drafts of ``rows`` by ``tokens`` int64 [k]; on a GPU this waits for them."""
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            self._rows[row].go_ahead(token)
+
+    def go_back(self) -> None:
+        """Forget the drafts that ``go_ahead`` has continued."""
+        for row in self._rows.values():
+            row.go_back()
+
+    def drawn(self, rows: Sequence[int], tokens: torch.Tensor, drafts: Drafts = NO_DRAFTS) -> None:
+        """Keep ``tokens`` int64 [k], which were sampled for these rows. They are read when masks are needed next.
+
+        ``drafts``: as ``forbidden`` got them.
+        """
+        held = [(self._rows[row], drafts.get(row, ())) for _, row in _first(rows, drafts)]
         if self.device.type != "cuda":
             self._drawn.append(_Drawn(held, tokens, None))
             return
@@ -159,17 +207,46 @@ class StructuredRows:
         self._drawn.append(_Drawn(held, on_host, copied))
 
     def take_failures(self) -> list[RowFailure]:
-        """Return the rows that have failed since the last call, by the indices of their tokens."""
+        """Return the rows that have failed since the last call, by the indices of their tokens, in their order."""
         failures, self._failures = self._failures, []
-        return failures
+        return sorted(failures, key=lambda one: one.index)
 
     def _catch_up(self) -> None:
         for drawn in self._drawn:
             if drawn.copied is not None:
                 drawn.copied.synchronize()
-            for row, token in zip(drawn.rows, drawn.tokens.tolist(), strict=True):
-                row.consume(token)
+            tokens = iter(drawn.tokens.tolist())
+            for row, draft in drawn.rows:
+                found = list(islice(tokens, 1 + len(draft)))
+                for token in found[: 1 + num_accepted(draft, found)]:
+                    row.consume(token)
         self._drawn.clear()
+
+    def _empty_masks(self, count: int) -> npt.NDArray[np.int32]:
+        """Return masks [count, words] that allow token 0 alone."""
+        masks = np.zeros((count, -(-self.vocab_size // 32)), np.int32)
+        masks[:, 0] = 1
+        return masks
+
+    def _fill(
+        self, rows: Sequence[StructuredRow], masks: npt.NDArray[np.int32], numbers: Sequence[int]
+    ) -> dict[int, tuple[str, bool]]:
+        """Write the masks of ``rows`` [k] to these numbers [k] of ``masks``, but for rows that fail.
+
+        Returns, by their indices, why they fail, and whether their grammar is invalid.
+        """
+        errors: dict[int, tuple[str, bool]] = {}
+        matchers = {index: matcher for index, row in enumerate(rows) if (matcher := self._matcher(row)) is not None}
+        if matchers and self.grammars is not None:
+            masks[[numbers[index] for index in matchers]] = self.grammars.masks(list(matchers.values()))
+        for index, matcher in matchers.items():
+            if matcher.is_error():
+                masks[numbers[index]] = self._empty_masks(1)
+                if rows[index].ahead:  # it fails only if it keeps the tokens of the draft before
+                    errors[index] = _reason(matcher.get_error()), False
+                else:
+                    rows[index].fail(matcher.get_error())
+        return errors | {index: (row.error, row.invalid) for index, row in enumerate(rows) if row.error}
 
     def _matcher(self, row: StructuredRow) -> "LLMatcher | None":
         """Return the matcher of a row, up to date; None: it has failed."""
@@ -200,6 +277,21 @@ class StructuredRows:
             return matcher
         row.fail(matcher.get_error())
         return None
+
+
+def _reason(error: str) -> str:
+    """Return why an output fails, by the error of its matcher."""
+    # The first line is the reason; the library's description of its state follows.
+    text = " ".join(error.partition("\n<state>")[0].split())[:_MAX_REASON]
+    return f"the output cannot be made to match its grammar: {text or 'the reason is not known'}"
+
+
+def _first(rows: Sequence[int], drafts: Drafts) -> Iterator[tuple[int, int]]:
+    """Yield each of ``rows`` once, behind its first index there: see ``StructuredRows.forbidden``."""
+    index = 0
+    while index < len(rows):
+        yield index, rows[index]
+        index += 1 + len(drafts.get(rows[index], ()))
 
 
 def forbidden_tokens(allowed: npt.NDArray[np.int32], vocab_size: int, upload: Uploads) -> torch.Tensor:

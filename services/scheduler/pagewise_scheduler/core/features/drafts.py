@@ -8,8 +8,8 @@ A ``Drafter`` makes the drafts: by prompt lookup, or by a draft model of the exe
 tokens, and only the result of a step with drafts has the number of accepted tokens of each row. So the next plan waits
 while a step with drafts is in flight, and where its drafter asks for it. One step is in flight then instead of two.
 
-Nothing is drafted where sampling depends on more than the model, see ``is_draftable``, nor where a thinking budget may
-force a token. The KV of tokens that were not kept is behind the last known token, where the next step overwrites it,
+Executors follow grammars through drafts. Nothing is drafted where sampling depends on other things than the model and a
+grammar, see ``_is_draftable``, nor where a thinking budget may force a token. The KV of tokens that were not kept is behind the last known token, where the next step overwrites it,
 and blocks are cached up to that token only. The executor writes states of recurrent layers behind the tokens that are
 kept.
 """
@@ -47,6 +47,7 @@ class Drafting(Feature):
         self._kv = scheduler.kv
         self._decoding = scheduler.decoding
         self._plan = scheduler.plan
+        self._with_grammars = options.drafts_with_grammars
         self._drafter: Drafter
         if options.max_proposed:
             self._drafter = ModelDrafts(scheduler, options.max_proposed, options.max_proposing, self._most)
@@ -120,11 +121,29 @@ class Drafting(Feature):
 
     def _most(self, sequence: RequestSequence, coming: int = 0) -> int:
         """The most tokens of a draft for a sequence when ``coming`` more tokens are known, regardless of its blocks."""
-        if sequence.num_tokens < sequence.draft_after or not is_draftable(sequence):
+        if sequence.num_tokens < sequence.draft_after or not self._is_draftable(sequence):
             return 0
         # Each step samples one token more than its draft has.
         left = min(sequence.run_until - sequence.num_tokens, _num_free(sequence)) - coming
         return min(self._drafter.most_tokens, left - 1)
+
+    def _is_draftable(self, sequence: RequestSequence) -> bool:
+        """Whether tokens of a sequence may be drafted.
+
+        Not where sampling depends on earlier tokens other than through the model: with penalties, bad words of several
+        tokens, stop tokens that ``min_tokens`` still forbids, or a grammar that the executor does not follow through a
+        draft. And not where a step returns log-probabilities.
+        """
+        sampling = sequence.sampling
+        return not (
+            sampling.logprobs is not None
+            or (sampling.grammar and not self._with_grammars)
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.repetition_penalty != 1.0
+            or (sampling.constraints is not None and sampling.constraints.bad_words)
+            or len(sequence.output_token_ids) < sampling.min_tokens
+        )
 
     def _fitting(self, sequence: RequestSequence, draft: "array[int]") -> "array[int]":
         """The part of a draft for which there are slots. Allocates further blocks only if that leaves a block for each
@@ -174,19 +193,3 @@ def _num_free(sequence: RequestSequence) -> int:
     return thinking.num_free
 
 
-def is_draftable(sequence: RequestSequence) -> bool:
-    """Whether tokens of a sequence may be drafted.
-
-    Not where sampling depends on earlier tokens other than through the model: with penalties, bad words of several
-    tokens, a grammar, or stop tokens that ``min_tokens`` still forbids. And not where a step returns log-probabilities.
-    """
-    sampling = sequence.sampling
-    return not (
-        sampling.logprobs is not None
-        or sampling.grammar
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.repetition_penalty != 1.0
-        or (sampling.constraints is not None and sampling.constraints.bad_words)
-        or len(sequence.output_token_ids) < sampling.min_tokens
-    )

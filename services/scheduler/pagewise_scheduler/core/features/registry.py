@@ -36,6 +36,7 @@ class FeatureOptions:
         speculative: how tokens are looked up for drafts; None: they are not.
         max_proposed: most tokens of a draft of its own draft model; 0: it has none. max_proposing: with more running
             sequences that model is not used; 0: measured times alone decide.
+        drafts_with_grammars: whether it verifies drafts of sequences with grammars.
     """
 
     adapters: AdapterCapacity = NO_ADAPTERS
@@ -43,11 +44,15 @@ class FeatureOptions:
     speculative: SpeculativeConfig | None = None
     max_proposed: int = 0
     max_proposing: int = 0
+    drafts_with_grammars: bool = False
 
     @classmethod
     def of(cls, hello: Hello, speculative: SpeculativeConfig | None) -> "FeatureOptions":
         """Return the options of an executor, which its Hello has."""
-        return cls(hello.adapters, hello.max_grammars, speculative, hello.max_proposed, hello.max_proposing)
+        return cls(
+            hello.adapters, hello.max_grammars, speculative, hello.max_proposed, hello.max_proposing,
+            hello.drafts_with_grammars,
+        )  # fmt: skip
 
 
 class Features:
