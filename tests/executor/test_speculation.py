@@ -185,14 +185,10 @@ def test_a_draft_needs_the_result_of_the_step_before(runner: ModelRunner) -> Non
         runner.execute(StepPlan(1, 4, drafts=((0, pack_int32s([5])),)))
 
 
-@pytest.mark.parametrize(
-    "sampling", [{"presence_penalty": 0.5}, {"min_tokens": 9, "stop_token_ids": (1,)}, {"grammar": "start: /.*/"}]
-)
+@pytest.mark.parametrize("sampling", [{"presence_penalty": 0.5}, {"min_tokens": 9, "stop_token_ids": (1,)}])
 def test_a_draft_is_refused_where_the_draw_depends_on_the_tokens_before(
     runner: ModelRunner, sampling: dict[str, Any]
 ) -> None:
-    if "grammar" in sampling and runner.info.no_grammars:
-        pytest.skip(runner.info.no_grammars)
     decoding(runner, **sampling)
     with pytest.raises(InvalidPlanError, match="depends on the tokens before"):
         runner.execute(StepPlan(1, 3, drafts=((0, pack_int32s([5])),)))

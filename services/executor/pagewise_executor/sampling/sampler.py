@@ -249,7 +249,8 @@ class Sampler:
         """Check that sampling in ``row`` depends on the tokens before through the model and a grammar alone.
 
         Raises:
-            InvalidPlanError: the row has penalties, bad words of several tokens, ``min_tokens``, or is of a beam search.
+            InvalidPlanError: the row has penalties, bad words of several tokens or ``min_tokens``, or is of a beam
+                search.
         """
         state = self._states[row]
         if state.penalised or state.params.beam or state.num_held_back or state.table.bad_words:

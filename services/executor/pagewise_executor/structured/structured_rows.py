@@ -81,11 +81,12 @@ class StructuredRow:
             self.fail(self.matcher.get_error())
 
     def go_ahead(self, token: int) -> bool:
-        """Feed the matcher a token of a draft; return whether the grammar allows it."""
-        if self.matcher is None or self.error or self.matcher.try_consume_tokens([token]) != 1:
+        """Feed the matcher a token of a draft; return whether the grammar allows it, or the matcher has failed."""
+        if self.matcher is None or self.error:
             return False
-        self.ahead += 1
-        return True
+        goes_on = self.matcher.try_consume_tokens([token]) > 0 or self.matcher.is_error()
+        self.ahead += goes_on
+        return goes_on
 
     def go_back(self) -> None:
         """Let the matcher forget the tokens of a draft."""
@@ -237,8 +238,9 @@ class StructuredRows:
         """
         errors: dict[int, tuple[str, bool]] = {}
         matchers = {index: matcher for index, row in enumerate(rows) if (matcher := self._matcher(row)) is not None}
-        if matchers and self.grammars is not None:
-            masks[[numbers[index] for index in matchers]] = self.grammars.masks(list(matchers.values()))
+        going = {numbers[index]: matcher for index, matcher in matchers.items() if not matcher.is_error()}
+        if going and self.grammars is not None:
+            masks[list(going)] = self.grammars.masks(list(going.values()))
         for index, matcher in matchers.items():
             if matcher.is_error():
                 masks[numbers[index]] = self._empty_masks(1)
