@@ -7,7 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.model_builders import FAMILIES, LATENTS, OTHERS, VOCAB_SIZE, build_model
+from tests.model_builders import FAMILIES, FEW_LAYERS, LATENTS, OTHERS, RECURRENT, VOCAB_SIZE, build_model
 
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 48, 80, 4, 2, 12
 
@@ -98,20 +98,37 @@ def build_cycling(model: Path, head: Path) -> list[int]:
     return following.tolist()
 
 
+BEHIND = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+APART = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+"""The names of two norms, a projection and a norm around an MTP layer, in ``model.layers.N`` and in ``mtp``."""
+
+
 def build_mtp(family: str, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
-    """Save a tiny model with an MTP layer behind its last layer. Returns a model that has it as a layer like others."""
-    _, settings = (FAMILIES | OTHERS | LATENTS)[family]
-    layers = settings["num_hidden_layers"]
-    model = build_model(family, path, seed, num_hidden_layers=layers + 1)
+    """Save a tiny model with an MTP layer behind its last layer, or beside its layers if it has recurrent ones.
+
+    Returns a model that has it as a layer like others.
+    """
+    _, settings = (FAMILIES | OTHERS | LATENTS | RECURRENT)[family]
+    settings = settings | FEW_LAYERS.get(family, {})
+    layers, apart = settings["num_hidden_layers"], family in RECURRENT
+    kinds = {"layer_types": [*settings["layer_types"], "full_attention"]} if apart else {}
+    model = build_model(family, path, seed, num_hidden_layers=layers + 1, **kinds)
     weights = load_file(path / "model.safetensors")
     prefix, size = f"model.layers.{layers}.", model.config.hidden_size
-    weights[f"{prefix}eh_proj.weight"] = 0.2 * torch.randn(size, 2 * size)
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        weights[f"{prefix}{name}.weight"] = 1 + 0.1 * torch.randn(size)
-    weights[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-    weights[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    if apart:
+        weights = {name.replace(prefix, "mtp.layers.0."): weight for name, weight in weights.items()}
+        prefix = "mtp."
+    else:
+        weights[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    names = APART if apart else BEHIND
+    weights[f"{prefix}{names[2]}.weight"] = 0.2 * torch.randn(size, 2 * size)
+    for name in (*names[:2], names[3]):
+        weights[f"{prefix}{name}.weight"] = (0 if apart else 1) + 0.1 * torch.randn(size)  # theirs is added to 1
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     file = path / "config.json"
-    config = json.loads(file.read_text()) | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
+    config = json.loads(file.read_text()) | {"num_hidden_layers": layers}
+    if apart:
+        config["layer_types"] = settings["layer_types"]
     file.write_text(json.dumps(config))
     return model

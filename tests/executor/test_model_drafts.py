@@ -15,7 +15,7 @@ from pagewise_shared.sampling import SamplingParams
 from safetensors.torch import load_file
 
 from tests.cpu_kernels import need_cpu_kernels
-from tests.draft_models import build_cycling, build_head, build_mtp
+from tests.draft_models import APART, BEHIND, build_cycling, build_head, build_mtp
 from tests.drafting import draft_always
 from tests.executor.drafted_requests import requests
 from tests.executor.driver import outputs_of, request, run_requests
@@ -67,6 +67,8 @@ def test_a_head_that_is_hardly_ever_right_changes_no_token(tmp_path: Path, kerne
         ("glm4_moe", "cpu"),
         pytest.param("glm4_moe", "torch", marks=pytest.mark.long),
         pytest.param("deepseek_v3", "cpu", marks=pytest.mark.long),
+        ("qwen3_next", "cpu"),
+        *(pytest.param(family, "torch", marks=pytest.mark.long) for family in ("qwen3_next", "qwen3_5")),
     ],
 )
 def test_an_mtp_layer_changes_no_token(tmp_path: Path, family: str, kernels: str) -> None:
@@ -242,26 +244,27 @@ def reference_of_mtp(whole: Any, path: Path, ids: list[int], count: int) -> list
     number = len(whole.model.layers) - 1
     weights, block = load_file(path / "model.safetensors"), whole.model.layers[number]
     whole.model.layers, whole.config.num_hidden_layers = whole.model.layers[:number], number
-    own = {name: weights[f"model.layers.{number}.{name}.weight"] for name in ("enorm", "hnorm", "shared_head.norm")}
-    project, eps = weights[f"model.layers.{number}.eh_proj.weight"], whole.config.rms_norm_eps
+    apart = "mtp.fc.weight" in weights
+    prefix, names = ("mtp.", APART) if apart else (f"model.layers.{number}.", BEHIND)
+    before, beside, project, behind = (weights[f"{prefix}{name}.weight"] for name in names)
     hidden = whole.model(torch.tensor([ids[:-1]]), use_cache=False).last_hidden_state
-    known, found = ids[1:], list[int]()
+    known, found, eps = ids[1:], list[int](), whole.config.rms_norm_eps
 
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], own[name], eps)
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight + apart, eps)
 
     for _ in range(count):
         embedded = whole.model.embed_tokens(torch.tensor([known]))
-        x = torch.nn.functional.linear(torch.cat([norm(embedded, "enorm"), norm(hidden, "hnorm")], -1), project)
+        x = torch.nn.functional.linear(torch.cat([norm(embedded, before), norm(hidden, beside)], -1), project)
         places = torch.arange(len(known))[None]
         rotation = whole.model.rotary_emb(x, places)
-        out = block(x, position_embeddings=rotation, position_ids=places, attention_mask=None)
-        found.append(int(whole.lm_head(norm(out, "shared_head.norm"))[0, -1].argmax()))
+        out = norm(block(x, position_embeddings=rotation, position_ids=places, attention_mask=None), behind)
+        found.append(int(whole.lm_head(out)[0, -1].argmax()))
         known, hidden = [*known, found[-1]], torch.cat([hidden, out[:, -1:]], 1)
     return found
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_an_mtp_layer_proposes_what_it_predicts(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
     whole = build_mtp(family, tmp_path, seed=2)
     drawn, proposed = started(build_runner(tmp_path, speculative_config=MTP), [0, 3])

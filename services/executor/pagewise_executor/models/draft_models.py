@@ -7,7 +7,6 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_executor.models.eagle3 import load_head
 from pagewise_executor.models.loader import LoadedModel
 from pagewise_executor.models.mtp import MtpLayer, draft_model_config
-from pagewise_executor.models.weight_files import checked_headers
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +23,7 @@ def add_draft_model(config: ExecutorConfig, loaded: LoadedModel) -> None:
     if wanted is None:
         return
     if wanted.method == "mtp":
-        headers, attention = checked_headers(loaded.weight_files), loaded.attention[-1]
-        loaded.draft = MtpLayer(config.model, wanted, loaded.model, headers, loaded.dtype, loaded.device, attention)
+        loaded.draft = MtpLayer(wanted, loaded.model, loaded.attention[-1])
         loaded.fingerprint += "-mtp"
     else:
         loaded.draft = head = load_head(config, wanted, loaded)

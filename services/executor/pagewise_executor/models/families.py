@@ -13,6 +13,7 @@ from pagewise_shared.errors import ModelError
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import Llama, LlamaConfig, Mistral, NotReadableError, Qwen2, Qwen3
+from pagewise_executor.models.mtp import MtpNames
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.quantised_families import DIVIDED, FAMILIES, FamilyCheckpoint
 from pagewise_executor.models.weight_files import Headers
@@ -136,10 +137,12 @@ def family_checkpoint(
     max_model_len: int,
     ranks: Ranks,
     part: Any = None,
+    mtp: MtpNames | None = None,
 ) -> FamilyCheckpoint | None:
     """Return a quantised checkpoint of one of transformers' families; None: it is not quantised.
 
-    ``model_config``: the content of config.json; ``part``: of a rank's part of the model.
+    ``model_config``: the content of config.json; ``part``: of a rank's part of the model. ``mtp``: the names of its MTP
+    layer, if that is to draft.
 
     Raises:
         ModelError: it cannot be loaded here.
@@ -149,9 +152,8 @@ def family_checkpoint(
     if not ranks.alone and model_config.model_type not in DIVIDED:
         raise _not_divided(ranks.size, model_config.model_type)
     try:
-        return FamilyCheckpoint(
-            config.model, model_config, headers, device, quantised, dtype, max_model_len, None if ranks.alone else part
-        )
+        part = None if ranks.alone else part
+        return FamilyCheckpoint(config.model, model_config, headers, device, quantised, dtype, max_model_len, part, mtp)
     except NotReadableError as error:
         raise _not_served(config, error) from error
 

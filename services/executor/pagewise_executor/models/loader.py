@@ -35,7 +35,7 @@ from pagewise_executor.models.latents import check_latents
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.long_rope import FixedRope
-from pagewise_executor.models.mtp import add_mtp_layer, has_mtp
+from pagewise_executor.models.mtp import MtpNames, add_mtp_layer
 from pagewise_executor.models.preparation import prepare
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.quantised_linear import has_exact_inputs
@@ -46,7 +46,7 @@ from pagewise_executor.models.shards import Shards, UnknownShardError, connect
 from pagewise_executor.models.support import attention_modules, attention_shape, check_supported, kv_sources
 from pagewise_executor.models.transformers_loading import load_with_transformers, transformers_config
 from pagewise_executor.models.trial import Tried, try_without_weights
-from pagewise_executor.models.weight_files import checked_headers, first_line, weight_files
+from pagewise_executor.models.weight_files import Headers, checked_headers, first_line, weight_files
 from pagewise_executor.models.weight_memory import check_weights
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
-    text = _checked_text(config, model_config, readable=checkpoint is None and quantised is None)
+    text, mtp = _checked_text(config, model_config, headers, checkpoint is None and not _in_blocks(quantised))
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
     skeleton, recurrent = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
     whole = copy.deepcopy(model_config)
@@ -134,14 +134,14 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
     with _errors_of_loading(config, device):
         stored = checkpoint or family_checkpoint(
-            config, whole, headers, device, quantised, dtype, max_model_len, ranks, model_config
+            config, whole, headers, device, quantised, dtype, max_model_len, ranks, model_config, mtp
         )
         read = None
         if stored is not None:
             (model, shards), rope, read = stored.shard(ranks), stored.rope, partial(stored.read, dtype=dtype)
         else:
             model, shards, rope, recurrent = load_with_transformers(
-                config, path, headers, whole, model_config, dtype, ranks, device, max_model_len, recurrent
+                config, path, headers, whole, model_config, dtype, ranks, device, max_model_len, recurrent, mtp
             )
     attention = attention_modules(config.model, model, text)
     layers, sources = [attention_shape(module, text, dtype) for module in attention], kv_sources(attention, text)
@@ -171,20 +171,21 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     )  # fmt: skip
 
 
-def _checked_text(config: ExecutorConfig, model_config: Any, *, readable: bool) -> Any:
-    """Return the configuration of the language model, with its MTP layer if that is to draft.
+def _checked_text(
+    config: ExecutorConfig, model_config: Any, headers: Headers, has_mtp: bool
+) -> tuple[Any, MtpNames | None]:
+    """Return the configuration of the language model; if its MTP layer is to draft, with this layer and its names.
 
-    ``readable``: as of ``add_mtp_layer``.
+    ``has_mtp``: such models may have one.
 
     Raises:
         ModelError: it is of a kind that is not served.
     """
     text = model_config.get_text_config(decoder=True)
-    if has_mtp(config):
-        add_mtp_layer(config, text, readable=readable)
+    mtp = add_mtp_layer(config, text, headers, served=has_mtp)
     check_supported(config.model, model_config, text)
     check_latents(config, text)
-    return text
+    return text, mtp
 
 
 def _tried(config: ExecutorConfig, model_config: Any, dtype: torch.dtype) -> Tried:
@@ -203,6 +204,11 @@ def _tried(config: ExecutorConfig, model_config: Any, dtype: torch.dtype) -> Tri
 def _kept(quantised: QuantisedCheckpoint | None, ranks: Ranks) -> QuantisedCheckpoint | None:
     """Return how weights are kept: of experts in MXFP4 each of several ranks reads its part in the model's type."""
     return None if quantised is not None and quantised.mxfp4 and not ranks.alone else quantised
+
+
+def _in_blocks(quantised: QuantisedCheckpoint | None) -> bool:
+    """Return whether the files are of GGUF."""
+    return quantised is not None and quantised.in_blocks
 
 
 def _in_bits(quantised: QuantisedCheckpoint | None) -> bool:

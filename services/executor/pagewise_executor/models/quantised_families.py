@@ -17,6 +17,7 @@ from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.checkpoint import Checkpoint, place_whole
 from pagewise_executor.models.grouped_experts import sum_one_by_one
 from pagewise_executor.models.long_rope import fix_rope
+from pagewise_executor.models.mtp import MtpNames
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shard_plans import division_plan
@@ -61,8 +62,8 @@ class FamilyCheckpoint(Checkpoint):
     """The weight files of a model of one of these families, or of gpt-oss with experts in MXFP4, and the model without
     weights and without images.
 
-    ``config``: of transformers; ``part``: of a rank's part of the model. ``Checkpoint`` describes the other arguments
-    and the errors.
+    ``config``: of transformers; ``part``: of a rank's part of the model. ``mtp``: the names of an MTP layer, which is
+    the last one of the model then. ``Checkpoint`` describes the other arguments and the errors.
 
     Raises:
         ValueError: the rope types of the model differ by layer.
@@ -78,8 +79,8 @@ class FamilyCheckpoint(Checkpoint):
         dtype: torch.dtype,
         max_model_len: int,
         part: Any = None,
+        mtp: MtpNames | None = None,
     ) -> None:
-
         family, text = FAMILIES.get(config.model_type), config.get_text_config(decoder=True)
         tied = bool(text.tie_word_embeddings)
         model = _empty(text, device, dtype)
@@ -105,6 +106,9 @@ class FamilyCheckpoint(Checkpoint):
 
             self._empty_part = empty_part
         named = str if family is None else family.named
+        if mtp is not None:
+            mtp.add_empty(model)
+            named = mtp.named(named)
         super().__init__(name, model, headers, device, quantised, tied=tied, named=named)
         self.rope = fix_rope(model, max_model_len)
 

@@ -21,7 +21,7 @@ from pagewise_executor.models.config_checks import check_file
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import absorb_latents, register_mistral4
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
-from pagewise_executor.models.mtp import has_mtp, is_around_mtp
+from pagewise_executor.models.mtp import MtpNames, is_of_parts
 from pagewise_executor.models.mxfp4 import joined
 from pagewise_executor.models.recurrent import RecurrentLayer
 from pagewise_executor.models.recurrent_shards import narrow_convolutions, narrowed
@@ -89,11 +89,12 @@ def load_with_transformers(
     device: torch.device,
     max_model_len: int,
     recurrent: list[RecurrentLayer],
+    mtp: MtpNames | None,
 ) -> tuple[torch.nn.Module, Shards | None, FixedRope, list[RecurrentLayer]]:
     """Return the model, or this rank's part of it, its division, the result of ``fix_rope``, and its recurrent layers.
 
     ``whole``, ``part``: the configurations of the whole model, and of this rank's part. ``recurrent``: the recurrent
-    layers of the whole model.
+    layers of the whole model. ``mtp``: the names of an MTP layer, which is the last one of the model then.
 
     Raises:
         ModelError: the files lack weights of the model, or have them in another shape, or some are not finite.
@@ -110,9 +111,12 @@ def load_with_transformers(
     check_experts(config.model, headers)
     model: torch.nn.Module
     shards: Shards | None = None
+    named = text_name if is_text_part(path, part) else str
     with _bars_in_the_log(config.model), ExitStack() as stack:
-        if ranks.alone and is_text_part(path, part):
-            model, differences = _load_text(part, headers, dtype, stack)
+        if ranks.alone and (named is text_name or mtp is not None):
+            model, differences = _load_named(
+                part, headers, dtype, stack, mtp.named(named) if mtp is not None else named
+            )
         elif ranks.alone:
             loaded: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
                 path,
@@ -126,10 +130,10 @@ def load_with_transformers(
             )
             model, differences = loaded[0], differences_of(loaded[1])
         else:
-            model, shards, differences, recurrent = _load_part(
-                config, whole, part, headers, dtype, ranks, text_name if is_text_part(path, part) else str
-            )
-    check_differences(config.model, headers, _without_mtp(config, differences))
+            model, shards, differences, recurrent = _load_part(config, whole, part, headers, dtype, ranks, named)
+    check_differences(config.model, headers, differences)
+    if mtp is not None:
+        mtp.add(config.model, model, headers, dtype)
     model.eval().requires_grad_(False).to(device)
     rope = fix_rope(model, max_model_len)
     fix_temperature(config.model, model)
@@ -140,17 +144,17 @@ def load_with_transformers(
     return model, shards, rope, recurrent
 
 
-def _without_mtp(config: ExecutorConfig, found: Differences) -> Differences:
-    """Return the differences without the tensors that the layer that drafts reads."""
-    if not has_mtp(config):
-        return found
-    return found._replace(unexpected=[name for name in found.unexpected if not is_around_mtp(name)])
-
-
-def _load_text(
-    part: "PretrainedConfig", headers: Headers, dtype: torch.dtype, stack: ExitStack
+def _load_named(
+    part: "PretrainedConfig",
+    headers: Headers,
+    dtype: torch.dtype,
+    stack: ExitStack,
+    named: Callable[[str], str | None],
 ) -> tuple[torch.nn.Module, Differences]:
-    """Return the causal LM of a multimodal checkpoint, and the differences. ``stack`` closes the files."""
+    """Return the causal LM of a checkpoint whose tensors have other names, and the differences.
+
+    ``stack`` closes the files. ``named``: as of ``_load_part``.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from pagewise_executor.attention.paged import NAME
@@ -160,7 +164,7 @@ def _load_text(
         name: file.get_slice(key)
         for file in opened
         for key in file.keys()  # noqa: SIM118 - it is no dict
-        if (name := text_name(key)) is not None
+        if (name := named(key)) is not None and not is_of_parts(name)
     }
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
     loaded = kind.from_pretrained(
