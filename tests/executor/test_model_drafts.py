@@ -116,7 +116,8 @@ def started(runner: ModelRunner, proposals: list[int], **sampling: Any) -> tuple
     """Let row 0 compute a prompt of three tokens; returns the token behind it, and what is proposed."""
     runner.reset(Welcome(1, 4, 64))
     params = SamplingParams(**({"temperature": 0.0} | sampling))
-    new = NewSequence(0, pack_int32s([5, 6, 7]), 3, 0, pack_int32s([0, 1]), params)
+    states = ((0, pack_int32s([9])),) * (len(runner.info.groups) > 1)
+    new = NewSequence(0, pack_int32s([5, 6, 7]), 3, 0, pack_int32s([0, 1]), params, windows=states)
     plan = ProposingStepPlan(1, 1, joined=(new,), chunks=((0, 3),), proposals=pack_int32s(proposals))
     return answer(runner, plan)
 
