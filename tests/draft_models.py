@@ -1,7 +1,9 @@
 """Tiny draft models, saved where a test wants them: EAGLE-3 heads, and MTP layers beside the layers of a model."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -103,16 +105,18 @@ APART = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 """The names of two norms, a projection and a norm around an MTP layer, in ``model.layers.N`` and in ``mtp``."""
 
 
-def build_mtp(family: str, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
+def build_mtp(
+    family: str, path: Path, seed: int = 0, build: Callable[..., transformers.PreTrainedModel] = build_model
+) -> transformers.PreTrainedModel:
     """Save a tiny model with an MTP layer behind its last layer, or beside its layers if it has recurrent ones.
 
-    Returns a model that has it as a layer like others.
+    ``build``: saves a model that has it as a layer like others, which is returned.
     """
     _, settings = (FAMILIES | OTHERS | LATENTS | RECURRENT)[family]
     settings = settings | FEW_LAYERS.get(family, {})
     layers, apart = settings["num_hidden_layers"], family in RECURRENT
-    kinds = {"layer_types": [*settings["layer_types"], "full_attention"]} if apart else {}
-    model = build_model(family, path, seed, num_hidden_layers=layers + 1, **kinds)
+    kinds: dict[str, Any] = {"layer_types": [*settings["layer_types"], "full_attention"]} if apart else {}
+    model = build(family=family, path=path, seed=seed, num_hidden_layers=layers + 1, **kinds)
     weights = load_file(path / "model.safetensors")
     prefix, size = f"model.layers.{layers}.", model.config.hidden_size
     if apart:

@@ -1,6 +1,8 @@
 """Drafts by models that come with the served model: the tokens are the same without drafts, whatever is accepted."""
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import NewSequence, ProposingStepPlan, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.draft_models import APART, BEHIND, build_cycling, build_head, build_mtp
@@ -20,8 +22,11 @@ from tests.drafting import draft_always
 from tests.executor.drafted_requests import requests
 from tests.executor.driver import outputs_of, request, run_requests
 from tests.executor.runners import build_runner
+from tests.four_bit_checkpoints import FORMS as FOUR_BITS
+from tests.four_bit_checkpoints import build_four_bits
 from tests.lora_adapters import build_adapter, read, with_adapter
 from tests.model_builders import build_model
+from tests.quantised_checkpoints import FORMS, OracleLinear, build_quantised
 
 MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
 
@@ -272,6 +277,44 @@ def test_an_mtp_layer_proposes_what_it_predicts(tmp_path: Path, family: str, cap
     assert "not used" not in caplog.text
     whole.set_attn_implementation("sdpa")
     assert proposed == reference_of_mtp(whole, tmp_path, [5, 6, 7, *drawn], 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "build", "kept"),
+    [
+        ("glm4_moe", partial(build_quantised, FORMS["fp8 per channel"]), ()),
+        ("qwen3_next", partial(build_quantised, FORMS["fp8 of deepseek"]), ("mtp.layers.0",)),
+        ("qwen3_5", partial(build_quantised, FORMS["int8 per channel"]), ("re:mtp.*",)),
+        ("qwen3_5", partial(build_four_bits, FOUR_BITS["compressed-tensors"]), ()),
+    ],
+)
+def test_mtp_layers_of_quantised_checkpoints_propose_what_they_predict(
+    family: str, build: Any, kept: tuple[str, ...], tmp_path: Path
+) -> None:
+    """``kept``: the entries for the MTP layer among those that are not quantised."""
+    whole = build_mtp(family, tmp_path, seed=2, build=build)
+    if kept:
+        keep_as_floats(tmp_path, whole.model.layers[-1], "mtp.layers.0", kept)
+    drawn, proposed = started(build_runner(tmp_path, kernels="torch", speculative_config=MTP), [0, 3])
+    whole.set_attn_implementation("sdpa")
+    assert proposed == reference_of_mtp(whole, tmp_path, [5, 6, 7, *drawn], 3)
+
+
+def keep_as_floats(path: Path, block: torch.nn.Module, prefix: str, entries: Sequence[str]) -> None:
+    """Let the files have the linear layers of ``block`` as they were before they were quantised."""
+    weights, file = load_file(path / "model.safetensors"), path / "config.json"
+    for name, linear in block.named_modules(prefix=prefix):
+        if isinstance(linear, OracleLinear):
+            for end in linear.stored():
+                del weights[f"{name}.{end}"]
+            weights[f"{name}.weight"] = linear.weight.detach().contiguous()
+            linear.form, linear.exact = FORMS["fp8 weights"], linear.weight.detach().double()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    settings = json.loads(file.read_text())
+    config = settings["quantization_config"]
+    key = "ignore" if "ignore" in config else "modules_to_not_convert"
+    config[key] = [*config.get(key, ()), *entries]
+    file.write_text(json.dumps(settings))
 
 
 @torch.inference_mode()

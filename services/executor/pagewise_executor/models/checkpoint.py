@@ -17,6 +17,7 @@ from pagewise_executor.models.gguf_checkpoint import GgufEmbedding, GgufScheme, 
 from pagewise_executor.models.gguf_weight import FORMATS, GgufWeight
 from pagewise_executor.models.llama_config import NotReadableError
 from pagewise_executor.models.long_rope import FixedRope
+from pagewise_executor.models.mtp import is_of_mtp
 from pagewise_executor.models.mxfp4_experts import Mxfp4Experts
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, Scheme
 from pagewise_executor.models.quantised_linear import QuantisedLinear
@@ -289,6 +290,8 @@ def place_stored(model: nn.Module, checkpoint: QuantisedCheckpoint, tensors: Map
             if ends and ends[0] in _WEIGHTS:
                 found = tensors[f"{name}.{ends[0]}"]
                 there, stored = found.name.rpartition(".")[0], found.info.dtype
+            if stored in FLOATS and (is_of_mtp(name) or is_of_mtp(there)):
+                continue  # tools leave MTP layers as they are, whether or not they list them
             scheme, (outs, ins) = checkpoint.scheme(there, stored), module.weight.shape
             if isinstance(scheme, GgufScheme):
                 model.set_submodule(name, StoredGgufLinear(scheme, outs, ins, module.bias is not None))

@@ -114,8 +114,9 @@ class MtpNames:
         parts.load_state_dict({own: found[own] for own in parts.state_dict()}, assign=True)
 
 
-def is_of_parts(name: str) -> bool:
-    """Return whether a tensor, by its name in the model, is of the parts around the layer."""
+def is_of_mtp(name: str) -> bool:
+    """Return whether a tensor, by its name in the model, is of the parts around an MTP layer, or, by its name in the
+    files, of a layer that they have beside others."""
     return name.startswith(f"{_PARTS}.")
 
 

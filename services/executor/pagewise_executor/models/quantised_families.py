@@ -22,6 +22,7 @@ from pagewise_executor.models.mxfp4_experts import place_mxfp4
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
 from pagewise_executor.models.shard_plans import division_plan
 from pagewise_executor.models.shards import EXPERTS, Shards, vocabulary_names
+from pagewise_executor.models.text_part import text_name
 from pagewise_executor.models.weight_files import Headers
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -36,6 +37,11 @@ class _Family(NamedTuple):
     named: Callable[[str], str | None] = str
 
 
+def _text(name: str) -> str | None:
+    """Return the name in the model of text alone; None for other modules."""
+    return name if name.startswith("lm_head.") else text_name(name)
+
+
 def _text_of_gemma3(name: str) -> str | None:
     """Return the name in the model of text alone; None for the modules of images."""
     if _NOT_TEXT.match(name):
@@ -48,10 +54,13 @@ FAMILIES: dict[str, _Family] = {
     "gemma2": _Family(),
     "gemma3": _Family(named=_text_of_gemma3),
     "gemma3_text": _Family(named=_text_of_gemma3),
+    "glm4_moe": _Family(),
     "mixtral": _Family(("w1", "w3", "w2"), lambda name: name.replace(".block_sparse_moe.", ".mlp.")),
     "phi3": _Family(),
     "qwen2_moe": _Family(),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _Family(named=_text)),
     "qwen3_moe": _Family(),
+    "qwen3_next": _Family(),
 }
 """By the model_type of config.json."""
 DIVIDED = ("mixtral", "qwen3_moe")

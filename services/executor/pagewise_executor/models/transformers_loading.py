@@ -21,7 +21,7 @@ from pagewise_executor.models.config_checks import check_file
 from pagewise_executor.models.keys_of_values import store_once
 from pagewise_executor.models.latents import absorb_latents, register_mistral4
 from pagewise_executor.models.long_rope import FixedRope, fix_rope
-from pagewise_executor.models.mtp import MtpNames, is_of_parts
+from pagewise_executor.models.mtp import MtpNames, is_of_mtp
 from pagewise_executor.models.mxfp4 import joined
 from pagewise_executor.models.recurrent import RecurrentLayer
 from pagewise_executor.models.recurrent_shards import narrow_convolutions, narrowed
@@ -164,7 +164,7 @@ def _load_named(
         name: file.get_slice(key)
         for file in opened
         for key in file.keys()  # noqa: SIM118 - it is no dict
-        if (name := named(key)) is not None and not is_of_parts(name)
+        if (name := named(key)) is not None and not is_of_mtp(name)
     }
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(part)]
     loaded = kind.from_pretrained(
