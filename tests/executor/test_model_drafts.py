@@ -11,7 +11,6 @@ import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_scheduler.core.requests.request import Request
-from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import NewSequence, ProposingStepPlan, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
@@ -208,34 +207,6 @@ def test_adapters_and_drafts_go_together(tmp_path: Path) -> None:
     scheduler, _ = run_requests(runner, found := asked())
     assert outputs_of(found) == outputs_of(expected)
     assert scheduler.features.drafts.num_drafts > 10
-
-
-@pytest.mark.parametrize(
-    ("family", "settings", "why"),
-    [
-        ("llama", {"hidden_size": 96, "num_attention_heads": 8, "num_key_value_heads": 4}, "has no embedding"),
-        ("llama", {"num_hidden_layers": 2}, "inputs of layers"),
-        ("llama", {"vocab_size": 90}, "d2t names tokens outside"),
-        ("llama", {}, "multi-token prediction"),
-    ],
-)
-def test_draft_models_that_do_not_fit_are_refused(
-    tmp_path: Path, family: str, settings: dict[str, Any], why: str
-) -> None:
-    build_model(family, tmp_path / "model", **settings)
-    build_head(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-    with pytest.raises(ModelError, match=why):
-        build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head") if settings else MTP)
-
-
-def test_heads_with_other_weights_are_refused(tmp_path: Path) -> None:
-    build_model("llama", tmp_path / "model")
-    build_head(tmp_path / "head", intermediate_size=64)
-    with pytest.raises(ModelError, match=r"is no EAGLE-3 head for this model: its weight layers\.0\.mlp"):
-        build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head"))
-    build_head(tmp_path / "head", num_hidden_layers=2)
-    with pytest.raises(ModelError, match="2 layers"):
-        build_runner(tmp_path / "model", speculative_config=eagle3(tmp_path / "head"))
 
 
 def test_proposals_need_a_draft_model(tmp_path: Path) -> None:

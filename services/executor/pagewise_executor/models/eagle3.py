@@ -5,7 +5,6 @@ computes attention from it beside the embedding of the next token, each normalis
 of the next entry. Heads of vLLM, SGLang and speculators have the same weights, by two names of the layer.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from pagewise_executor.models.loader import LoadedModel, fingerprint
 from pagewise_executor.models.operations import Operations
 from pagewise_executor.models.preparation import operations_of, replace_linears
 from pagewise_executor.models.weight_files import checked_headers, open_weights, weight_files
+from pagewise_executor.models.weight_report import check_types, check_values
 
 _LAYER = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.")
 _PREFIX = re.compile(r"^model\.")
@@ -200,14 +200,18 @@ def load_head(config: ExecutorConfig, wanted: DraftModelConfig, loaded: LoadedMo
     head, tensors = files.config, files.tensors
     taken = taken_layers(head, len(decoder_layers(loaded.model)))
     embedding: nn.Module = loaded.model.get_input_embeddings()  # type: ignore[operator]
-    size = int(embedding.weight.shape[1])  # type: ignore[index]
-    weights = _Weights(head, len(taken) * (head.target_hidden_size or size)).eval().requires_grad_(False)
-    if (own := tensors.pop("embed_tokens.weight", None)) is not None:
-        embedding = nn.Embedding.from_pretrained(own)  # type: ignore[no-untyped-call]
-    elif size != head.hidden_size:
+    size = int(embedding.embedding_dim)  # type: ignore[arg-type]
+    if head.target_hidden_size not in (None, size):
+        raise ModelError(f"{wanted.model} is for a model with {head.target_hidden_size} numbers in a state, not {size}")
+    weights = _Weights(head, len(taken) * size).eval().requires_grad_(False)
+    own, targets = tensors.pop("embed_tokens.weight", None), tensors.pop("d2t", None)
+    if own is not None and own.shape != (loaded.vocab_size, head.hidden_size):
+        raise ModelError(f"{wanted.model} has an embedding of another vocabulary than the model, or of another size")
+    if own is None and size != head.hidden_size:
         raise ModelError(f"{wanted.model} has no embedding, and its hidden states have {head.hidden_size} numbers")
-    targets = tensors.pop("d2t", None)
     _check_shapes(wanted.model, weights, tensors)
+    if own is not None:
+        embedding = nn.Embedding.from_pretrained(own)  # type: ignore[no-untyped-call]
     weights.load_state_dict(tensors, assign=True)
     layer = weights.layers[0]
     assert isinstance(layer, _Layer)
@@ -216,9 +220,10 @@ def load_head(config: ExecutorConfig, wanted: DraftModelConfig, loaded: LoadedMo
     for part in ("fc", "layers.0", "lm_head"):
         replace_linears(config, weights, loaded.kernels, loaded.device, part, alone=True)
     if targets is not None:
-        ids = targets.to(torch.int64)
-        targets = ids + torch.arange(len(ids), device=ids.device)
-        if len(targets) != weights.lm_head.weight.shape[0] or targets.min() < 0 or targets.max() >= loaded.vocab_size:
+        if targets.shape != weights.lm_head.weight.shape[:1] or targets.is_floating_point():
+            raise ModelError(f"{wanted.model}: d2t is no list of a number for each token that the head knows")
+        targets = targets.to(torch.int64) + torch.arange(len(targets), device=targets.device)
+        if targets.min() < 0 or targets.max() >= loaded.vocab_size:
             raise ModelError(f"{wanted.model}: d2t names tokens outside the vocabulary of {loaded.vocab_size}")
     elif weights.lm_head.weight.shape[0] != loaded.vocab_size:
         raise ModelError(f"{wanted.model} has no d2t, and another vocabulary than the model")
@@ -244,9 +249,16 @@ def _check_shapes(name: str, weights: nn.Module, tensors: dict[str, torch.Tensor
 
 def _read(name: str, loaded: LoadedModel) -> _Files:
     path = resolve_model(name)
+    if not any(path.glob("*.safetensors")) and (others := sorted(path.glob("*.bin"))):
+        raise ModelError(
+            f"{path} has {others[0].name}, and only safetensors are loaded; where you trust this file, convert it: "
+            'python -c "import torch; from safetensors.torch import save_file; save_file({name: one.contiguous() for '
+            f"name, one in torch.load('{others[0]}').items()}}, '{path / 'model.safetensors'}')\""
+        )
     paths = weight_files(name, path)
     tensors: dict[str, torch.Tensor] = {}
-    for file, header in checked_headers(paths).items():
+    check_types(name, headers := checked_headers(paths))
+    for file, header in headers.items():
         with open_weights(file) as opened:
             for key in header:
                 own = _LAYER.sub("layers.0.", key)
@@ -255,17 +267,18 @@ def _read(name: str, loaded: LoadedModel) -> _Files:
                     continue
                 tensor = opened.get_tensor(key).to(loaded.device)
                 tensors[own] = tensor.to(loaded.dtype) if tensor.is_floating_point() else tensor
+    check_values(name, tensors, headers)
     return _Files(_config(name, path, "layers.0.self_attn.q_norm.weight" in tensors), tensors, fingerprint(path, paths))
 
 
 def _config(name: str, path: Path, head_norm: bool) -> EagleConfig:
     try:
-        settings: dict[str, Any] = json.loads((path / "config.json").read_text())
-        settings = settings.pop("transformer_layer_config", {}) | settings  # as speculators writes it
+        whole = msgspec.json.decode((path / "config.json").read_bytes(), type=dict[str, Any])
+        settings = msgspec.convert(whole.pop("transformer_layer_config", {}), dict[str, Any]) | whole  # of speculators
         settings |= {"model_type": "eagle3", "head_norm": head_norm}
         join_rope(settings)
         found = msgspec.convert(settings, EagleConfig)
-    except (OSError, ValueError, TypeError, AttributeError, NotReadableError, msgspec.ValidationError) as error:
+    except (OSError, ValueError, NotReadableError) as error:
         raise ModelError(f"{name}: its config.json is of no EAGLE-3 head: {error}") from error
     if found.num_hidden_layers != 1:
         raise ModelError(f"{name} has {found.num_hidden_layers} layers: EAGLE-3 heads of one layer are supported")

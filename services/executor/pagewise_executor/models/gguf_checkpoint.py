@@ -59,7 +59,7 @@ class GgufEmbedding(nn.Module):
     def __init__(self, scheme: GgufScheme, replaced: nn.Embedding) -> None:
         super().__init__()
         ids, size = replaced.num_embeddings, replaced.embedding_dim
-        self.kind, self.shape = scheme.kind, [ids, size]
+        self.kind, self.shape, self.embedding_dim = scheme.kind, [ids, size], size
         self.weight = _blocks(scheme.kind, ids, size)
         self.scale: float = getattr(replaced, "scalar_embed_scale", 1.0)
         assert type(replaced) is nn.Embedding or hasattr(replaced, "scalar_embed_scale")
