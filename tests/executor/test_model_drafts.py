@@ -241,13 +241,30 @@ def reference_of_mtp(whole: Any, path: Path, ids: list[int], count: int) -> list
     return found
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_moe", pytest.param("qwen3_5", marks=pytest.mark.long)],
+)
 def test_an_mtp_layer_proposes_what_it_predicts(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
     whole = build_mtp(family, tmp_path, seed=2)
+    if family == "qwen3_5_moe":
+        as_part(tmp_path)
     drawn, proposed = started(build_runner(tmp_path, speculative_config=MTP), [0, 3])
     assert "not used" not in caplog.text
     whole.set_attn_implementation("sdpa")
     assert proposed == reference_of_mtp(whole, tmp_path, [5, 6, 7, *drawn], 3)
+
+
+def as_part(path: Path) -> None:
+    """Let a checkpoint be one of a multimodal model of which it is the text."""
+    weights, file = load_file(path / "model.safetensors"), path / "config.json"
+    named = {name.replace("model.", "model.language_model.", 1): one for name, one in weights.items()}
+    save_file(named | {"model.visual.weight": torch.ones(2)}, path / "model.safetensors", {"format": "pt"})
+    text = json.loads(file.read_text())
+    whole = {"model_type": text["model_type"].removesuffix("_text"), "tie_word_embeddings": False, "text_config": text}
+    if "quantization_config" in text:
+        whole["quantization_config"] = text.pop("quantization_config")
+    file.write_text(json.dumps(whole))
 
 
 @pytest.mark.parametrize(
@@ -266,6 +283,8 @@ def test_mtp_layers_of_quantised_checkpoints_propose_what_they_predict(
     whole = build_mtp(family, tmp_path, seed=2, build=build)
     if kept:
         keep_as_floats(tmp_path, whole.model.layers[-1], "mtp.layers.0", kept)
+    if family == "qwen3_5":
+        as_part(tmp_path)
     drawn, proposed = started(build_runner(tmp_path, kernels="torch", speculative_config=MTP), [0, 3])
     whole.set_attn_implementation("sdpa")
     assert proposed == reference_of_mtp(whole, tmp_path, [5, 6, 7, *drawn], 3)

@@ -10,17 +10,22 @@ import transformers
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.packed_linear import Int8Linear
-from pagewise_executor.models.quantised_families import FAMILIES, Experts
+from pagewise_executor.models.quantised_families import Experts
 from pagewise_executor.models.quantised_linear import QuantisedLinear, TritonQuantisedLinear
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from tests.cpu_kernels import need_cpu_kernels
-from tests.model_builders import MIXTURES, build_model
+from tests.model_builders import FEW_LAYERS, MIXTURES, build_model
 from tests.quantised_checkpoints import ERROR, FORMS, OracleLinear, build_quantised, check_served, edit_config
 
-BUILT = {family: "gemma3" if family.startswith("gemma3") else family for family in FAMILIES if family != "gemma3"}
+BUILT = {
+    family: "gemma3" if family.startswith("gemma3") else family
+    for family in ("gemma2", "gemma3_text", "mixtral", "phi3", "qwen2_moe", "qwen3_moe")
+}
 """The names of families in ``build_model``, by model_type."""
+WITH_MTP = ("glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Families whose checkpoints bring MTP layers, with which ``test_model_drafts`` serves them."""
 TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -65,6 +70,17 @@ def test_each_linear_layer_and_expert_computes_what_the_files_say(form: str, fam
     assert check_linears(loaded, oracle) == count
     assert count >= 4 * settings["num_hidden_layers"]
     assert sum(isinstance(module, Experts) for module in loaded.model.modules()) == (family in MIXTURES)
+
+
+@pytest.mark.parametrize("family", WITH_MTP)
+def test_hybrid_models_and_shared_experts_compute_what_the_files_say(family: str, tmp_path: Path) -> None:
+    settings = FEW_LAYERS["qwen3_next"] if family.startswith("qwen") else {"num_hidden_layers": 2}
+    oracle = build_quantised(FORMS["fp8 of deepseek"], tmp_path, family, **settings)
+    loaded = load(tmp_path, kernels="torch")
+    count = sum(isinstance(module, QuantisedLinear) for module in loaded.model.modules())
+    assert check_linears(loaded, oracle) == count > 10
+    if family == "qwen3_next":
+        check_served(tmp_path, oracle, dtype="float32", kernels="torch")
 
 
 @pytest.mark.interpreted
