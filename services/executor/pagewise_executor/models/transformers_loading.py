@@ -111,23 +111,17 @@ def load_with_transformers(
     check_experts(config.model, headers)
     model: torch.nn.Module
     shards: Shards | None = None
-    named = text_name if is_text_part(path, part) else str
+    named: Callable[[str], str | None] = text_name if is_text_part(path, part) else str
+    named = named if mtp is None else mtp.named(named)
     with _bars_in_the_log(config.model), ExitStack() as stack:
-        if ranks.alone and (named is text_name or mtp is not None):
-            model, differences = _load_named(
-                part, headers, dtype, stack, mtp.named(named) if mtp is not None else named
-            )
+        if ranks.alone and named is not str:
+            model, differences = _load_named(part, headers, dtype, stack, named)
         elif ranks.alone:
             loaded: Any = AutoModelForCausalLM.from_pretrained(  # nosec B615 # a directory too
-                path,
-                config=part,
-                dtype=dtype,
-                attn_implementation=NAME,
-                use_safetensors=True,
-                trust_remote_code=config.trust_remote_code,
+                path, config=part, dtype=dtype, attn_implementation=NAME, use_safetensors=True,
+                trust_remote_code=config.trust_remote_code, output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are reported with the others
-                output_loading_info=True,
-            )
+            )  # fmt: skip
             model, differences = loaded[0], differences_of(loaded[1])
         else:
             model, shards, differences, recurrent = _load_part(config, whole, part, headers, dtype, ranks, named)
