@@ -116,6 +116,23 @@ def test_a_head_that_is_always_right_gives_five_tokens_a_step(cycling: tuple[Mod
     assert len(steps) <= 2 + 40 // 5
 
 
+@pytest.mark.usefixtures("drafts_always")
+def test_states_of_a_hybrid_model_are_those_behind_the_kept_tokens(tmp_path: Path) -> None:
+    """Each token is one of two, so the MTP layer is often right, and sequences lose their states and get them back."""
+    build_mtp("qwen3_next", tmp_path, seed=2)
+    runner = build_runner(tmp_path, kernels="torch", speculative_config=MTP)
+
+    def asked() -> list[Request]:
+        kinds: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 4}, {"temperature": 0.5, "seed": 5}, {}]
+        return [request([n, 9, 3 + n], 41, f"r{n}", allowed=(20 + n, 90), **kind) for n, kind in enumerate(kinds)]
+
+    run_requests(runner, expected := asked(), proposes=False)
+    scheduler, _ = run_requests(runner, found := asked(), num_blocks=11, max_num_batched_tokens=24)
+    assert outputs_of(found) == outputs_of(expected)
+    assert 25 < scheduler.features.drafts.num_accepted_tokens < scheduler.features.drafts.num_draft_tokens
+    assert scheduler.num_preemptions > 0
+
+
 def started(runner: ModelRunner, proposals: list[int], **sampling: Any) -> tuple[list[int], list[int]]:
     """Let row 0 compute a prompt of three tokens; returns the token behind it, and what is proposed."""
     runner.reset(Welcome(1, 4, 64))
