@@ -244,13 +244,27 @@ class Metrics:
         self.look_ups_late = self._counter(
             "storage_look_ups_late", "Look-ups in storage that were not answered in time."
         )
-        self.storage_errors = self._counter("storage_errors", "Reads and writes of storage that failed.")
+        storage_errors = self._counter("storage_errors", "Reads and writes of storage that failed.")
+        copied = self._counters(
+            "tier_copies",
+            "Blocks, or pages, that were copied to tiers below the device, by format: small (in fewer bits), exact, or "
+            "above_bound (exactly, to a tier of fewer bits, because the error would be above --tier-error-bound).",
+            "format",
+            ("small", "exact", "above_bound"),
+        )
         self.kv_events_dropped = self._counter(
             "kv_events_dropped", "Batches of KV events that were lost, because too many waited to be published."
         )
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
         self.grammar_failures = self._counter("grammar_failures", "Requests whose grammar became impossible to follow.")
-        self.grammar_waits = self._counter("grammar_waits", "Steps that waited for a grammar to be compiled.")
+        grammar_waits = self._counter("grammar_waits", "Steps that waited for a grammar to be compiled.")
+        self.of_heartbeats: dict[str, Counter] = {
+            "refused": self.connections_refused("unknown_key_blocks"),
+            "storage_errors": storage_errors,
+            "grammar_waits": grammar_waits,
+            **{f"copied_{kind}": copied(kind) for kind in ("small", "exact", "above_bound")},
+        }
+        """By the names of the fields of ``Heartbeat``."""
         self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be updated.")
         self._bind_admission_counters()
 
