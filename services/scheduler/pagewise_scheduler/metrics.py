@@ -118,6 +118,7 @@ class Metrics:
             "reason",
             ("unknown_key", "handshake", "unknown_key_blocks"),
         )
+        self.of_heartbeats["refused"] = self.connections_refused("unknown_key_blocks")
         self.request_moves = self._counters(
             "request_moves",
             "Requests that continued on another executor: the first one left, was lost, or was for the prompt only "
@@ -259,7 +260,6 @@ class Metrics:
         self.grammar_failures = self._counter("grammar_failures", "Requests whose grammar became impossible to follow.")
         grammar_waits = self._counter("grammar_waits", "Steps that waited for a grammar to be compiled.")
         self.of_heartbeats: dict[str, Counter] = {
-            "refused": self.connections_refused("unknown_key_blocks"),
             "storage_errors": storage_errors,
             "grammar_waits": grammar_waits,
             **{f"copied_{kind}": copied(kind) for kind in ("small", "exact", "above_bound")},

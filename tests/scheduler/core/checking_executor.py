@@ -73,7 +73,8 @@ class Row:
 
 class CheckingExecutor:
     """``num_blocks``: of each tier. ``tiers``: the contents of their blocks. ``spoil``: host blocks whose next load is
-    reported bad; ``unkept``: host blocks in which nothing is kept; ``spoilt_windows``: of groups of windowed layers. ``elapsed_us``: the reported time of copies.
+    reported bad; ``spoilt_windows``: of groups of windowed layers. ``unkept``: host blocks in which nothing is kept.
+    ``elapsed_us``: the reported time of copies.
 
     ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only on request. ``peers``: others that
     it fetches from, by endpoint; ``epoch``: under which it lends. ``storage``: the contents of storage, which others

@@ -7,8 +7,8 @@ in as much other memory.
 """
 
 import logging
-import time
 from collections.abc import Callable
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def for_memory(small: SmallCopies, device: torch.device, bandwidth: float | None
         return small
     pays = False
     if ranks.first and device.type != "cuda":  # on a GPU, host memory holds exact copies only
-        exact, smaller = memory_seconds(small, bandwidth)
+        exact, smaller = _memory_seconds(small, bandwidth)
         pays = _pays(tier_name(HOST), small, exact, smaller)
     return small if ranks.of_first(int(pays)) else None
 
@@ -70,7 +70,7 @@ def _pays(name: str, small: SmallCopies, exact: float, smaller: float) -> bool:
     return pays
 
 
-def memory_seconds(small: SmallCopies, bandwidth: float | None) -> tuple[float, float]:
+def _memory_seconds(small: SmallCopies, bandwidth: float | None) -> tuple[float, float]:
     """Return the seconds in which a block is copied to memory and back, exact and smaller."""
     rows = small.sample(max(1, _MEMORY_BYTES // small.exact_bytes))
     memory, back = np.empty_like(rows), np.empty_like(rows)
@@ -108,6 +108,6 @@ def _storage_seconds(tier: HashedTier, small: SmallCopies) -> tuple[float, float
 
 
 def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = perf_counter()
     work()
-    return time.perf_counter() - began
+    return perf_counter() - began
