@@ -243,8 +243,8 @@ class ExecutorService:
             else:
                 self._counted, before = self._worker.counted, self._counted_before
                 refused = self._counted.num_refused - before.num_refused
-                since = msgspec.structs.astuple(self._counted)[1:]
-                await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), *since))
+                _, *others = msgspec.structs.astuple(self._counted)  # the heartbeat has them in the same order
+                await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), *others))
 
     def _within_limits(self, welcome: Welcome) -> bool:
         hello = self._hello
