@@ -175,7 +175,10 @@ class ModelRunner:
         unused = 0 if self._pages is None else 1
         described = (
             TierInfo(
-                number, max(0, tier.num_blocks - unused), identity=tier.identity, block_bytes=tier.block_bytes,
+                number,
+                max(0, tier.num_blocks - unused),
+                identity=tier.identity,
+                block_bytes=tier.block_bytes,
                 dtype=tier.dtype,
             )
             for number, tier in lower.items()
