@@ -22,7 +22,8 @@ from pagewise_executor.tiers.small_copies import SmallCopies
 
 log = logging.getLogger(__name__)
 
-_ROUNDS = 5
+_ROUNDS, _LOADS = 5, 25
+"""How often each copy in memory, and each load from a disk or a store, is timed: the fastest counts."""
 _MEMORY_BYTES = 2**24
 """About the bytes that are copied in memory: more than a core's cache."""
 _PIECE_BYTES = 2**18
@@ -100,7 +101,7 @@ def _load_seconds(tier: HashedTier, small: SmallCopies) -> tuple[float, float] |
         return _timed(lambda: kept.extend(tier.load(some, back))) / count
 
     # In turns, so that other work on the machine disturbs both alike.
-    times = [(seconds(exact), seconds(smaller)) for _ in range(_ROUNDS)]
+    times = [(seconds(exact), seconds(smaller)) for _ in range(_LOADS)]
     return (min(time for time, _ in times), min(time for _, time in times)) if all(kept) else None
 
 
