@@ -95,12 +95,12 @@ class HashedTier(FarTier, ABC):
         if small is None:
             self.copied.exact += counts
             return row
-        stored = np.empty((1, small.num_bytes), np.uint8)
-        if small.shrink(row[None], stored):
+        stored = np.empty(small.num_bytes, np.uint8)
+        if small.shrink(row[None], stored[None]):
             self.copied.above_bound += counts
             return row
         self.copied.small += counts
-        return stored[0]
+        return stored
 
     def restore(self, stored: Rows, row: Rows) -> bool:
         """Write stored content into ``row`` [bytes_per_block]; return False if it does not have the size of a block."""
