@@ -97,6 +97,13 @@ def _widening(exact: int, kind: str, blocks: int = 64) -> float:
     return statistics.median(times)
 
 
+def _chosen(path: Path, bandwidth: float | None, tokens: int, kind: str, options: dict[str, Any]) -> str:
+    """Return the type of the copies that an executor chooses by the times which it measures when it starts."""
+    bench = _Timed(path, bandwidth, tokens, tier_dtype=f"auto:{kind}", **options)
+    bench.runner.close()
+    return bench.runner.info.tiers[0].dtype or "exact"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="length of the prompt that comes back")
@@ -111,14 +118,16 @@ def main() -> None:
         build_model(path, args.tokens + 64)
         for link in [*args.links, None]:
             benches: dict[str, _Timed] = {}
+            options: dict[str, Any] = {"disk_cache": str(path / "disk")} if link is None else {}
+            bandwidth = link * 1e9 if link is not None else None
+            chosen = {kind: _chosen(path, bandwidth, args.tokens, kind, options) for kind in _TYPES[1:]}
             for kind in _TYPES:
-                options: dict[str, Any] = {"disk_cache": str(path / "disk")} if link is None else {}
-                bandwidth = link * 1e9 if link is not None else None
                 benches[kind] = _Timed(path, bandwidth, args.tokens, tier_dtype=kind, **options)
             sizes = {kind: _bytes_of_block(bench, kind) for kind, bench in benches.items()}
             row: dict[str, Any] = {
                 "tier": "disk" if link is None else "host",
                 "link_GB_per_s": link,
+                "chosen": chosen,
                 **_in_turns(benches, args.tokens, args.repeats),
                 "bytes_per_token": {kind: size // 16 for kind, size in sizes.items()},
                 "tokens_per_GiB": {

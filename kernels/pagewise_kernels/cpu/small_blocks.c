@@ -62,7 +62,8 @@ INLINE void shrink(const char *from, uint8_t *to, long vectors, long dim, int bi
     squares += sum_of(square);
     errors += sum_of(wrong);
   }
-  *error = errors == 0 ? 0 : (float)sqrt(errors / squares);
+  // Squares beyond the range of a float would make any error seem small.
+  *error = errors == 0 ? 0 : isfinite(squares) ? (float)sqrt(errors / squares) : NAN;
 }
 
 // Write ``blocks`` blocks of float32 or bfloat16, ``from_stride`` bytes apart, in ``bits`` to blocks ``to_stride`` bytes

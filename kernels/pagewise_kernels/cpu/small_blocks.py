@@ -31,7 +31,7 @@ class SmallBlocks:
             raise ValueError(f"blocks of {bytes_per_block} bytes are no vectors of {dim} numbers in {dtype}")
         if bits == 4 and dim % GROUP:
             raise ValueError(f"{dim} numbers of a head are no multiple of {GROUP}, which share a scale in four bits")
-        self._library = load_library()
+        self._library, self._dtype = load_library(), dtype
         self._vectors, self._dim = bytes_per_block // (dim * dtype.itemsize), dim
         self._bits, self._bf16 = bits, int(dtype == torch.bfloat16)
         self.num_bytes = self._vectors * (dim + 4 if bits == 8 else dim // GROUP * RECORD)
@@ -58,6 +58,11 @@ class SmallBlocks:
             small.ctypes.data, small.strides[0], rows.ctypes.data, rows.strides[0], len(rows), self._vectors, self._dim,
             self._bits, self._bf16,
         )  # fmt: skip
+
+    def random(self, count: int) -> Rows:
+        """Return so many blocks of normal numbers: [count, bytes_per_block]."""
+        numbers = torch.randn(count, self._vectors * self._dim, generator=torch.Generator().manual_seed(0))
+        return numbers.to(self._dtype).view(torch.uint8).numpy()
 
     def _check(self, rows: Rows, small: Rows) -> None:
         shapes = (len(rows), self.bytes_per_block), (len(rows), self.num_bytes)

@@ -174,7 +174,13 @@ class ModelRunner:
         # Of the pages of a tier with ids, page 0 is the null page here too.
         unused = 0 if self._pages is None else 1
         described = (
-            TierInfo(number, max(0, tier.num_blocks - unused), identity=tier.identity, block_bytes=tier.block_bytes)
+            TierInfo(
+                number,
+                max(0, tier.num_blocks - unused),
+                identity=tier.identity,
+                block_bytes=tier.block_bytes,
+                dtype=tier.dtype,
+            )
             for number, tier in lower.items()
         )
         self.info = msgspec.structs.replace(self.info, tiers=tuple(described))
@@ -342,6 +348,7 @@ class ModelRunner:
             self._peers.server.num_refused if self._peers is not None else 0,
             self._copier.num_errors,
             self._grammars.num_waits if self._grammars is not None else 0,
+            *dataclasses.astuple(self._copier.copied),
         )
 
     def inventory(self) -> Inventory | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 from pagewise_shared.block_hash import BlockName
 from pagewise_shared.errors import ModelError
 from pagewise_shared.progress import logged_progress
@@ -138,7 +139,10 @@ def measure_tier(runner: Runner, device: Tier, tier: Tier, info: TierInfo, *, be
         log.warning("the costs of copies to and from the %s are not known: blocks do not come back", tier_name(number))
         return info
     # If no block may be written over, a store is assumed to cost as much as a load.
-    measured = TierInfo(number, info.num_blocks, *load, *(store or load), info.identity, info.block_bytes)
+    (load_setup, load_block), (store_setup, store_block) = load, store or load
+    measured = replace(
+        info, load_setup=load_setup, load_block=load_block, store_setup=store_setup, store_block=store_block
+    )
     text = "measured in %.1f s: loading a block from the %s %.1f µs, storing one %.1f µs"
     log.info(text, time.perf_counter() - began, tier_name(number), measured.load_block, measured.store_block)
     return measured

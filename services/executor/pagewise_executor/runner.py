@@ -38,11 +38,16 @@ class Counted(Message, frozen=True):
         num_refused: refused connections of executors that wanted blocks.
         num_storage_errors: failed reads and writes of tiers.
         num_grammar_waits: steps that have waited for the compilation of a grammar.
+        copied_small, copied_exact, copied_above_bound: blocks that were copied to tiers below the device, by format
+            (``CopiedBlocks``).
     """
 
     num_refused: int = 0
     num_storage_errors: int = 0
     num_grammar_waits: int = 0
+    copied_small: int = 0
+    copied_exact: int = 0
+    copied_above_bound: int = 0
 
 
 class PendingStep(Protocol):

@@ -243,8 +243,8 @@ class ExecutorService:
             else:
                 self._counted, before = self._worker.counted, self._counted_before
                 refused = self._counted.num_refused - before.num_refused
-                errors, waits = self._counted.num_storage_errors, self._counted.num_grammar_waits
-                await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), errors, waits))
+                _, *others = msgspec.structs.astuple(self._counted)  # the heartbeat has them in the same order
+                await self._send(Heartbeat(welcome.epoch, refused, num_tasks(), *others))
 
     def _within_limits(self, welcome: Welcome) -> bool:
         hello = self._hello

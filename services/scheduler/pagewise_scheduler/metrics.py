@@ -118,6 +118,7 @@ class Metrics:
             "reason",
             ("unknown_key", "handshake", "unknown_key_blocks"),
         )
+        self._bind_counters_of_heartbeats()
         self.request_moves = self._counters(
             "request_moves",
             "Requests that continued on another executor: the first one left, was lost, or was for the prompt only "
@@ -244,15 +245,29 @@ class Metrics:
         self.look_ups_late = self._counter(
             "storage_look_ups_late", "Look-ups in storage that were not answered in time."
         )
-        self.storage_errors = self._counter("storage_errors", "Reads and writes of storage that failed.")
         self.kv_events_dropped = self._counter(
             "kv_events_dropped", "Batches of KV events that were lost, because too many waited to be published."
         )
         self.step_errors = self._counter("step_errors", "Steps that failed on an executor.")
         self.grammar_failures = self._counter("grammar_failures", "Requests whose grammar became impossible to follow.")
-        self.grammar_waits = self._counter("grammar_waits", "Steps that waited for a grammar to be compiled.")
         self.refresh_errors = self._counter("refresh_errors", "Times that gauges could not be updated.")
         self._bind_admission_counters()
+
+    def _bind_counters_of_heartbeats(self) -> None:
+        copied = self._counters(
+            "tier_copies",
+            "Blocks, or pages, that were copied to tiers below the device, by format: small (in fewer bits), exact, or "
+            "above_bound (exactly, to a tier of fewer bits, because the error would be above --tier-error-bound).",
+            "format",
+            ("small", "exact", "above_bound"),
+        )
+        self.of_heartbeats: dict[str, Counter] = {
+            "refused": self.connections_refused("unknown_key_blocks"),
+            "storage_errors": self._counter("storage_errors", "Reads and writes of storage that failed."),
+            "grammar_waits": self._counter("grammar_waits", "Steps that waited for a grammar to be compiled."),
+            **{f"copied_{kind}": copied(kind) for kind in ("small", "exact", "above_bound")},
+        }
+        """By the names of the fields of ``Heartbeat``."""
 
     def _bind_admission_counters(self) -> None:
         self.requests_refused = self._counters(

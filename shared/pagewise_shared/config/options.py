@@ -547,11 +547,12 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     tier_dtype: Annotated[
-        Literal["auto", "int8", "int4"],
+        Literal["auto", "int8", "int4", "auto:int8", "auto:int4"],
         _help(
-            "data type of KV in tiers below the device; auto: that of the pool, int8, int4: eight or four bits",
+            "data type of KV in tiers below the device; auto: that of the pool, int8, int4: eight or four bits, "
+            "auto:int8, auto:int4: of each tier the faster one, by measured times",
             more="Copies become smaller, and what comes back loses some accuracy. Peers and stores without the same "
-            "value never see these blocks ([tiers.md](tiers.md#tiers-in-fewer-bits)).",
+            "type and bound never see these blocks ([tiers.md](tiers.md#tiers-in-fewer-bits)).",
         ),
     ] = "auto"
     tier_error_bound: Annotated[

@@ -91,6 +91,7 @@ class TierInfo(Piece, frozen=True):
         identity: executors with the same identity share the content of the tier; empty: the tier belongs to one
             executor.
         block_bytes: that a block takes there, which may have fewer bits than on the device; 0: as many as there.
+        dtype: the type of the copies there, if they have fewer bits; empty: they are exact.
     """
 
     number: int
@@ -101,6 +102,7 @@ class TierInfo(Piece, frozen=True):
     store_block: float = 0.0
     identity: str = ""
     block_bytes: int = 0
+    dtype: str = ""
 
 
 GroupKind = Literal["full", "latent", "window", "chunk", "state"]
@@ -233,7 +235,9 @@ class Heartbeat(Message, frozen=True):
     The counters grow from the start of the executor. ``refused``: connections to its block socket that were refused
     because of their keys, except reports to this scheduler in an earlier session. ``tasks``: tasks of the
     executor's event loop. ``storage_errors``: failed reads and writes of storage. ``grammar_waits``: steps that waited
-    for a grammar to be compiled.
+    for a grammar to be compiled. ``copied_small``, ``copied_exact``, ``copied_above_bound``: blocks that were copied to
+    tiers below the device: in fewer bits, to tiers of exact copies, and exactly to tiers of fewer bits, because of the
+    bound on the error.
     """
 
     epoch: int
@@ -241,6 +245,9 @@ class Heartbeat(Message, frozen=True):
     tasks: int = 0
     storage_errors: int = 0
     grammar_waits: int = 0
+    copied_small: int = 0
+    copied_exact: int = 0
+    copied_above_bound: int = 0
 
 
 class Leaving(Message, frozen=True):

@@ -69,7 +69,7 @@ class LinkReport(Struct):
     """Estimated costs of copies from a lower tier or a peer, in microseconds. ``error``: mean relative error.
 
     ``loading``: blocks that were asked for and have not arrived. ``rests``: choices for which it is left alone after a
-    failure.
+    failure. ``dtype``: of its copies, if they have fewer bits than the device.
     """
 
     setup: float
@@ -78,6 +78,7 @@ class LinkReport(Struct):
     error: float
     loading: int
     rests: int
+    dtype: str = ""
 
 
 class CostReport(Struct):

@@ -290,7 +290,7 @@ def test_a_plan_that_cannot_be_followed_is_refused(copies: BlockCopies, flaw: st
         checked_copies(StepPlan(epoch=1, step=1, copies=(copies,)), [{DEVICE: NUM_BLOCKS, HOST: 4, DISK: 0, 4: 0}])
 
 
-def test_the_weights_tell_what_is_shared(tmp_path: Path) -> None:
+def test_the_weights_tell_what_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's fingerprint takes samples of its weights, but storage outlives an operator's changes to the files."""
     pool = KVPool([(1, 4)], NUM_BLOCKS, 4, torch.float32, torch.device("cpu"), layout="blocks")
     device, runner = (
@@ -309,6 +309,10 @@ def test_the_weights_tell_what_is_shared(tmp_path: Path) -> None:
         assert min(info.load_block, info.store_block) > 0, "what copies cost was measured"
         tiers[DISK].close()
     assert identities[0] == identities[1] != identities[2]
+    monkeypatch.setattr("pagewise_executor.tiers.make_tiers.LAYOUT", 1)
+    (other,) = make_tiers(config, pool, "model", "format", [weights]).values()
+    assert other.identity not in identities, "an executor that stores blocks in another way finds none of them"
+    other.close()
     assert make_tiers(ExecutorConfig(), pool, "model", "format", [weights]) == {}
     small = ExecutorConfig(disk_cache=str(tmp_path), disk_memory="1KiB")
     with pytest.raises(ConfigError, match="--disk-memory"):

@@ -12,7 +12,7 @@ from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.tiers.disk import DiskTier
 from pagewise_executor.tiers.host_copies import EXACT_SHARE
 from pagewise_executor.tiers.small_copies import SmallCopies
-from pagewise_executor.tiers.tier import Rows
+from pagewise_executor.tiers.tier import CopiedBlocks, Rows
 from pagewise_kernels.cpu.small_blocks import SmallBlocks
 from pagewise_shared.errors import ModelError
 from pagewise_shared.protocol import DEVICE, DISK, HOST
@@ -108,12 +108,21 @@ def test_files_have_either_size_and_bring_blocks_back(tmp_path: Path) -> None:
     first = disk(float(errors[[0, 2]].max()))
     assert errors[1] > errors[[0, 2]].max()
     assert first.store(names, rows) == [True] * 3
-    assert first.small is not None
-    assert (first.small.num_copies, first.small.num_exact) == (3, 1)
+    assert first.copied == CopiedBlocks(small=2, above_bound=1)
     found = np.zeros_like(rows)
     assert disk(0.2).load([*names, *prefix("b", 1)], np.concatenate([found, found[:1]])) == [True] * 3 + [False]
     assert disk(0.2).load(names, found) == [True] * 3
     assert (found[1] == rows[1]).all()
+    assert (found[0] != rows[0]).any()
+    # Whether the copies of a tier are exact or smaller, it reads both, and only writes differ.
+    mixed = disk(0.2)
+    assert (mixed.dtype, mixed.block_bytes) == ("int4", mixed.small.num_bytes if mixed.small is not None else 0)
+    mixed.write_as(None)
+    more = prefix("c", 1)
+    assert mixed.store(more, rows[:1]) == [True]
+    assert (mixed.dtype, mixed.block_bytes, mixed.copied) == ("", 0, CopiedBlocks(exact=1))
+    assert mixed.load([*names[:1], *more], found[:2]) == [True, True]
+    assert (found[1] == rows[0]).all()
     assert (found[0] != rows[0]).any()
     # Without the option, a file of that size is no block.
     plain = DiskTier(tmp_path, "x", rows.shape[1], 2**20)
@@ -141,10 +150,11 @@ def test_blocks_of_the_host_are_smaller_or_exact(model_path: Path, bound: float)
     blocks = np.arange(8, dtype=np.int32)
     there = pool.gather(blocks).copy()
     job = copies(runner, DEVICE, HOST, np.stack([blocks, blocks], axis=1))
-    assert job.bad == b""
+    lost = set(np.frombuffer(job.bad, np.int32).tolist())
     back = copies(runner, HOST, DEVICE, np.stack([blocks, blocks + 20], axis=1))
     found = pool.gather(blocks + 20)
-    bad = set(np.frombuffer(back.bad, np.int32) - 20)
+    bad = set((np.frombuffer(back.bad, np.int32) - 20).tolist())
+    assert bad == lost, "what is not kept is told at once"
     rows = np.empty_like(there)
     assert host.read(blocks, rows) == [block not in bad for block in range(8)]
     kept = [block for block in range(8) if block not in bad]
@@ -215,4 +225,21 @@ def test_windows_and_latents_come_back_too(family: str, tmp_path: Path) -> None:
     runner = small_runner(tmp_path, num_blocks=40, host_memory="1MiB")
     found = prompts_of(runner, prompts)
     assert all(len(tokens) == 8 for tokens in found)
+    runner.close()
+
+
+def test_numbers_too_large_for_their_squares_do_not_seem_exact() -> None:
+    blocks = SmallBlocks(12 * DIM * 4, DIM, torch.float32, 8)
+    assert np.isnan(there_and_back(blocks, rows_of(random_blocks(1) * 1e25))[2]).all()
+
+
+def test_exact_blocks_without_a_name_leave_their_room_when_the_executor_is_reset(model_path: Path) -> None:
+    """Such as those with which times were measured."""
+    runner = small_runner(model_path, tier_error_bound=1e-6, host_memory="256KiB")
+    host, pool, blocks = host_of(runner), runner._pool, np.arange(8, dtype=np.int32)
+    pool.scatter(blocks, rows_of(torch.randn(8, pool.bytes_per_block // 4)))
+    copies(runner, DEVICE, HOST, np.stack([blocks, blocks], axis=1))
+    assert host._copies.exact
+    host.reset(7, keep=True)
+    assert not host._copies.exact
     runner.close()

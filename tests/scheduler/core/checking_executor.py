@@ -73,7 +73,8 @@ class Row:
 
 class CheckingExecutor:
     """``num_blocks``: of each tier. ``tiers``: the contents of their blocks. ``spoil``: host blocks whose next load is
-    reported bad; ``spoilt_windows``: of groups of windowed layers. ``elapsed_us``: the reported time of copies.
+    reported bad; ``spoilt_windows``: of groups of windowed layers. ``unkept``: host blocks in which nothing is kept.
+    ``elapsed_us``: the reported time of copies.
 
     ``early_loads``: blocks are loaded as soon as a plan's order allows, and not only on request. ``peers``: others that
     it fetches from, by endpoint; ``epoch``: under which it lends. ``storage``: the contents of storage, which others
@@ -91,6 +92,7 @@ class CheckingExecutor:
         self.num_blocks = {HOST: 0, **num_blocks}
         self.block_size = block_size
         self.spoil: set[int] = set()
+        self.unkept: set[int] = set()
         self.spoilt_windows: set[int] = set()
         self.short_rope_len = ONE_ROPE
         self.kinds: dict[bytes, bool] = {}  # of roots: whether KV behind them has the long factors of LongRoPE
@@ -334,6 +336,8 @@ class CheckingExecutor:
                 bad = self._recall(copies)
             elif copies.target == DEVICE:
                 bad = self._load(copies)
+            elif not copies.group:
+                bad = [target for _, target in pairs(copies.pairs) if target in self.unkept]
             peer = copies.peer.endpoint if copies.peer is not None else ""
             told = (copies.source, copies.target, peer, self.elapsed_us, pack_int32s(bad))
             messages.append(Copied(plan.epoch, plan.step, *told, group=copies.group))

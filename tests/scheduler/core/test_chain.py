@@ -150,6 +150,7 @@ def test_a_prefix_comes_from_the_device_the_host_the_disk_and_a_peer_at_once(mod
     request = create_request(prompt=[*PROMPT, 999], max_tokens=2)
     request.stored[IDENTITIES[DISK]] = 10
     query, costs = PrefixQuery(request), one.scheduler.costs
+    costs.tiers[DISK].load.dtype = "int8"
     predicted = cheapest_recovery(*(look_up(ExecutorView(each.scheduler), query) for each in (one, other)))
     rest = costs.compute_seconds(60, 1)
     recoveries = recoveries_of(one.scheduler)
@@ -169,7 +170,7 @@ def test_a_prefix_comes_from_the_device_the_host_the_disk_and_a_peer_at_once(mod
     assert (predicted.seconds, predicted.start) == (pytest.approx(report.predicted + rest), 60), "as routing saw it"
     told = request_report(request, one.scheduler, 0.0, 100)
     assert told.events[-1].sources == ["host", "disk", "peer"]
-    assert "on the host and on the disk and at the executor other" in " ".join(sentences(told))
+    assert "on the host and on the disk (in int8) and at the executor other" in " ".join(sentences(told))
     assert {source: tokens for source, tokens in told.cached_tokens.items() if tokens} == {
         "device": 8, "host": 16, "disk": 16, "peer": 20
     }  # fmt: skip

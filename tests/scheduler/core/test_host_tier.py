@@ -323,3 +323,19 @@ def test_nothing_is_loaded_over_what_a_step_in_flight_touches() -> None:
         scheduler.update(results.popleft())
     run(scheduler, executor)
     assert begins.sequences[0].output_token_ids.tolist() == expected_tokens(begins)
+
+
+def test_a_block_that_the_host_has_not_kept_is_computed_again() -> None:
+    """The executor tells it when it confirms the copy, so that no request waits for the block and starts over."""
+    scheduler = create_scheduler(num_blocks=11, num_host_blocks=16, recovery="swap", costs=FAST_LINK)
+    executor = executor_for(scheduler)
+    executor.unkept = {2, 3}
+    serve(scheduler, executor, LONG)
+    serve(scheduler, executor, OTHER)
+    host, counters = host_of(scheduler), scheduler.kv.pool.counters
+    assert host.node(2) is host.node(3) is None
+    assert 0 < counters.stored < executor.num_stored
+    serve(scheduler, executor, LONG)
+    assert counters.corrupt == 0
+    assert scheduler.num_preemptions == 0
+    check_states(scheduler.kv.pool)

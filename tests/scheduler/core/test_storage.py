@@ -14,6 +14,7 @@ from pagewise_scheduler.core.routing.policies import make_routing, place
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.hashed import MAX_ARRIVING
 from pagewise_scheduler.core.tiers.recovery_plan import RecoveryMode
+from pagewise_scheduler.core.tiers.stored_drops import drop_salt
 from pagewise_shared.block_hash import BlockHash, salt_tags, unpack_names
 from pagewise_shared.protocol import DISK, BlockCopies, StepResult
 
@@ -83,6 +84,19 @@ def test_what_was_computed_outlives_the_executor_that_computed_it(mode: Recovery
         assert (began.method, began.loaded_tokens, began.source) == ("load", 48, "disk")
         assert again.executor.num_written == 2, "what came from there is not written again"
     assert_all_free(again.scheduler)
+
+
+def test_a_deletion_waits_for_no_step_that_never_comes() -> None:
+    """Blocks were evicted for a request that is gone before a step takes their copies along."""
+    node = Node({}, num_host_blocks=16)
+    scheduler, tier = node.scheduler, node.scheduler.kv.hashed[DISK]
+    node.serve(PROMPT)
+    scheduler.plan.copy(scheduler.kv.pool.evict(1))
+    drop = drop_salt(scheduler, tier, 1, "")
+    assert drop.step == scheduler.last_step + 1
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert plan.step == drop.step
 
 
 def test_first_blocks_are_written_with_the_tags_of_their_salt() -> None:

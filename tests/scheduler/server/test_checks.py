@@ -58,6 +58,7 @@ OFFERS = [
     {"tiers": (TierInfo(HOST, 1, float("nan")),)},
     {"tiers": (TierInfo(HOST, 1, 0.0, -1.0),)},
     {"tiers": (TierInfo(HOST, 1, block_bytes=-1),)},
+    {"tiers": (TierInfo(HOST, 1, dtype="a\nb"),)},
     {"tiers": (TierInfo(HOST, 1, 0.0, 0.0, 0.0, float("inf")),)},
     {"block_size": 2**62},
     {"max_model_len": 2**62},

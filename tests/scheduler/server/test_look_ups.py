@@ -141,12 +141,15 @@ async def test_an_impossible_answer_harms_nobody(tmp_path: Path, found: int, loa
         raw.close()
 
 
-async def test_errors_of_storage_are_counted(tmp_path: Path) -> None:
+async def test_errors_of_storage_and_the_formats_of_copies_are_counted(tmp_path: Path) -> None:
     async with running(tmp_path, **PATIENT) as stack:
         raw, welcome = await with_disk(tmp_path, stack)
         for total in (2, 2, 5):
-            await raw.send(Heartbeat(welcome.epoch, storage_errors=total))
+            copied = {"copied_small": 3 * total, "copied_exact": total, "copied_above_bound": total - 1}
+            await raw.send(Heartbeat(welcome.epoch, storage_errors=total, **copied))
         await until(lambda: stack.metric("storage_errors_total") == 5)
+        formats = {"small": 15, "exact": 5, "above_bound": 4}
+        assert {one: stack.metric("tier_copies_total", format=one) for one in formats} == formats
         raw.close()
 
 

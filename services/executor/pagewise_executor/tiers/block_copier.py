@@ -23,7 +23,7 @@ from pagewise_shared.protocol import (
 from pagewise_executor.block_copies import CopyJob
 from pagewise_executor.page_labels import KeptBlocks
 from pagewise_executor.tiers.device import DeviceTier
-from pagewise_executor.tiers.tier import Tier
+from pagewise_executor.tiers.tier import CopiedBlocks, Tier
 
 _MOST_HASHES = 1_000_000
 """The most hashes that an inventory carries, because it travels in one frame, the Hello."""
@@ -136,6 +136,15 @@ class BlockCopier:
     def num_errors(self) -> int:
         """The number of reads and writes that have failed."""
         return sum(tier.num_errors for tier in self.tiers.values())
+
+    @property
+    def copied(self) -> CopiedBlocks:
+        """The blocks that were written to the tiers below the device."""
+        total = CopiedBlocks()
+        for number, tier in self.tiers.items():
+            if number != DEVICE:
+                total.add(tier.copied)
+        return total
 
     def close(self) -> None:
         """End all copies, and release all tiers: a tier that reads or writes another tier comes before it."""

@@ -164,7 +164,7 @@ class DiskTier(HashedTier):
     def _store_one(self, name: BlockName, row: Rows, salt: bytes) -> bool:
         path = self._path(name)
         temporary = f"{path}.{uuid.getnode():x}.{os.getpid()}.{next(self._numbers)}{_TEMPORARY}"
-        stored = self.stored(row)
+        stored = self.stored(name, row)
         start = (header(name, stored) + salt).ljust(_PAGE, b"\0")
         content = [start, stored.tobytes(), bytes(-len(stored) % _PAGE)]
         size = sum(map(len, content))

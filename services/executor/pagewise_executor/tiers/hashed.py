@@ -45,12 +45,14 @@ class HashedTier(FarTier, ABC):
 
     Subclasses store the blocks. Failures of reads and writes are logged and counted, and not raised.
 
-    ``name``: for the log. ``identity``: see ``Tier``. ``small``: makes copies smaller that are stored.
+    ``name``: for the log. ``identity``: see ``Tier``. ``small``: makes copies smaller that are stored; with it, copies
+    of both sizes are read.
     """
 
     def __init__(self, name: str, bytes_per_block: int, identity: str, small: SmallCopies | None = None) -> None:
         super().__init__()
-        self.small, self.block_bytes = small, small.num_bytes if small is not None else 0
+        self.small = small
+        self.write_as(small)
         self.name, self.bytes_per_block, self.identity = name, bytes_per_block, identity
         self._complaints = BoundedLog(log)
         self._inboxes: dict[str, queue.SimpleQueue[Callable[[], None] | None]] = {}
@@ -82,9 +84,23 @@ class HashedTier(FarTier, ABC):
     def delete_salt(self, tag: bytes) -> int:
         """Delete the blocks of a ``salt_tag``, or all blocks (empty). Return how many there were."""
 
-    def stored(self, row: Rows) -> Rows:
-        """Return the content of a block [bytes_per_block] as it is stored."""
-        return row if self.small is None else self.small.stored(row)
+    def write_as(self, small: SmallCopies | None) -> None:
+        """Store copies that ``small`` makes from now on; None: exact ones."""
+        self._written = small
+        self.block_bytes, self.dtype = (small.num_bytes, small.dtype) if small is not None else (0, "")
+
+    def stored(self, name: BlockName, row: Rows) -> Rows:
+        """Return the content of a block [bytes_per_block] as it is to be stored now."""
+        small, counts = self._written, name.parent != SCRATCH
+        if small is None:
+            self.copied.exact += counts
+            return row
+        stored = np.empty(small.num_bytes, np.uint8)
+        if small.shrink(row[None], stored[None]):
+            self.copied.above_bound += counts
+            return row
+        self.copied.small += counts
+        return stored
 
     def restore(self, stored: Rows, row: Rows) -> bool:
         """Write stored content into ``row`` [bytes_per_block]; return False if it does not have the size of a block."""

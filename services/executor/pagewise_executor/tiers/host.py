@@ -70,7 +70,8 @@ class HostTier(Tier):
         super().__init__()
         self.memory = memory
         self.num_blocks = memory.num_blocks
-        self.block_bytes = small.num_bytes + small.exact_bytes // EXACT_SHARE if small is not None else 0
+        if small is not None:
+            self.block_bytes, self.dtype = small.num_bytes + small.exact_bytes // EXACT_SHARE, small.dtype
         self._pool = pool
         self._keep_memory = keep_memory
         if issuing is None or pool.device.type == "cpu":  # which computes a step where it is issued
@@ -82,7 +83,7 @@ class HostTier(Tier):
             self._stagings.put(pool.staging(self._piece))
         self._gathers = copies.stream(URGENT)
         self._gathered: torch.cuda.Event | None = None
-        self._elapsed = 0.0
+        self._elapsed, self._lost = 0.0, list[int]()
         self._stores: dict[int, Done] = {}
         self._num_stores = 0
         # The number of the store that writes each block of the host, the last of several; 0: none has.
@@ -105,7 +106,8 @@ class HostTier(Tier):
             torch.cuda.synchronize(self._pool.device)
         if not keep:
             self.memory.clear()
-            self._copies.exact.clear()
+        # Without a name, no scheduler of a later epoch knows the block.
+        self._copies.forget(keep_named=keep)
         self._stores.clear()
 
     def begin(self, job: CopyJob, upper: Tier) -> None:
@@ -188,7 +190,7 @@ class HostTier(Tier):
     def _read(self, slot: int, row: Rows) -> bool:
         held = self._copies.content(slot)
         row[:] = held if isinstance(held, np.ndarray) else held.numpy()
-        return self._copies.checksum(slot) is not None and self._copies.is_sound(slot)
+        return self._copies.is_there(slot) and self._copies.is_sound(slot)
 
     def scratch(self, count: int) -> tuple[list[int], list[BlockName]]:
         """Return blocks without a name: a named block may come from an earlier process."""
@@ -225,7 +227,7 @@ class HostTier(Tier):
                 self._store(job, job.copies, stream)
         except Exception as error:
             self._copies.failed("store", job, error)
-            self._elapsed = 0.0
+            self._elapsed, self._lost = 0.0, []
         finally:
             if job.staging is not None:
                 self._stagings.put(job.staging)
@@ -233,32 +235,40 @@ class HostTier(Tier):
 
     def _store(self, job: Job, asked: CopyJob, stream: "torch.cuda.Stream | None") -> None:
         began = time.perf_counter()
-        memory, slots = self.memory, job.pairs[:, 1].tolist()
+        memory, copies, slots = self.memory, self._copies, job.pairs[:, 1].tolist()
         apart = set[int]()
         for slot in slots:
-            self._copies.void(slot)
-        with self._copies.issuing.copies():
+            copies.void(slot)
+        with copies.issuing.copies():
             for event in job.ready:
                 assert stream is not None
                 stream.wait_event(event)
-            for start, stop in self._copies.runs(slots):
-                apart.update(self._copies.put(slots[start], job.staged[start:stop], job.names[start:stop]))
+            for start, stop in copies.runs(slots):
+                apart.update(copies.put(slots[start], job.staged[start:stop], job.names[start:stop]))
             copied = record() if stream is not None else None
         if copied is not None:
             copied.synchronize()
-        verify = self._copies.verify
         for row, slot, name in zip(job.staged, slots, job.names, strict=True):
             if slot in apart:
+                if slot not in copies.exact:
+                    self._lost.append(slot)
                 continue
-            # With --verify-copies, the checksum is that of the content read from the device: an error in either copy is
-            # found. A smaller copy has other content.
-            kept = row if verify and self._copies.small is None else self._copies.content(slot)
-            memory.keep(slot, name, checksum_of(kept) if self._copies.keeps_checksums else 0)
-        self._copies.throttle(len(slots), began)
+            checked = 0
+            if copies.keeps_checksums:
+                # With --verify-copies, the checksum is that of the content read from the device: an error in either
+                # copy is found. A smaller copy has other content.
+                checked = checksum_of(row if copies.verify and copies.small is None else memory.slot(slot))
+            memory.keep(slot, name, checked)
+        copies.throttle(len(slots), began)
         self._elapsed += time.perf_counter() - began
         if job.last:
-            elapsed, self._elapsed = self._elapsed, 0.0
-            self.report(asked.confirmed(elapsed))
+            elapsed, self._elapsed, lost, self._lost = self._elapsed, 0.0, self._lost, []
+            self.report(asked.confirmed(elapsed, lost))
+
+
+def bandwidth_of(config: ExecutorConfig, ranks: Ranks) -> float | None:
+    """Return the bytes per second that ``--host-bandwidth`` leaves for this rank in each direction; None: no limit."""
+    return parse_size(config.host_bandwidth) / ranks.on_host if config.host_bandwidth else None
 
 
 def make_host_tier(
@@ -305,9 +315,8 @@ def make_host_tier(
         ranks.of_first(number)
     if memory is None:
         memory = HostMemory(num_blocks, block_bytes, cuda, name_bytes)
-    bandwidth = parse_size(config.host_bandwidth) / ranks.on_host if config.host_bandwidth else None
     tier = HostTier(
-        pool, memory, issuing=issuing, bandwidth=bandwidth, verify=config.verify_copies,
+        pool, memory, issuing=issuing, bandwidth=bandwidth_of(config, ranks), verify=config.verify_copies,
         keep_memory=config.keep_host_memory, small=small,
     )  # fmt: skip
     log.info("host pool: %d blocks, %.2f GiB", tier.num_blocks, num_blocks * taken / 2**30)

@@ -98,23 +98,38 @@ class HostCopies:
         """Whether a checksum is kept with each block that is stored."""
         return self.verify or self.memory.outlives
 
-    def checksum(self, slot: int) -> int | None:
-        """Return the checksum of a block of the host; None if the block is not there."""
-        exact = self.exact.get(slot)
-        return self.memory.checksum(slot) if exact is None else checksum_of(exact[1])
+    def is_there(self, slot: int) -> bool:
+        """Whether a block of the host has content."""
+        return slot in self.exact or self.memory.checksum(slot) is not None
 
     def is_sound(self, slot: int) -> bool:
         """Whether a block of the host is sound: a block that another process wrote must match its checksum, and a block
         for whose exact copy there was no room is not there."""
-        memory = self.memory
-        if self.small is not None and self.checksum(slot) is None:
+        if self.small is not None and not self.is_there(slot):
             return False
-        return not memory.is_inherited(slot) or memory.checksum(slot) == checksum_of(self.content(slot))
+        return not self.memory.is_inherited(slot) or self._is_whole(slot)
+
+    def _is_whole(self, slot: int) -> bool:
+        memory = self.memory
+        return slot in self.exact or memory.checksum(slot) == checksum_of(memory.slot(slot))
+
+    def expected(self, slot: int) -> int | None:
+        """Return the checksum of the content that a load of a block is to bring, with --verify-copies; None if the
+        block is not there, or has changed."""
+        if self.small is None:
+            return self.memory.checksum(slot)
+        return checksum_of(self.content(slot)) if self._is_whole(slot) else None
 
     def void(self, slot: int) -> None:
         """Mark a block of the host as void, before it is written."""
         self.memory.void(slot)
         self.exact.pop(slot, None)
+
+    def forget(self, *, keep_named: bool) -> None:
+        """Forget the exact copies beside the memory, unless they have names and these are to be kept."""
+        for slot, (name, _) in list(self.exact.items()):
+            if name is None or not keep_named:
+                del self.exact[slot]
 
     def put(self, first: int, rows: Raw, names: list[bytes | None]) -> list[int]:
         """Write blocks [n, block bytes] of the device into the slots from ``first`` on, which are void.
@@ -122,15 +137,20 @@ class HostCopies:
         Returns the slots whose blocks stay exact, and which stay void: such blocks are kept beside the memory, if there
         is room for them.
         """
-        target, apart = self.memory.rows(first, len(rows)), list[int]()
+        target, counts = self.memory.rows(first, len(rows)), self.tier.copied
+        num_named = len(names) - names.count(None)
         if self.small is None:
             copy_rows(target, rows)
-            return apart
-        for index in self.small.shrink(rows, target):
-            apart.append(first + index)
+            counts.exact += num_named
+            return []
+        above = self.small.shrink(rows, target)
+        for index in above:
             if len(self.exact) <= self.memory.num_blocks // EXACT_SHARE:
                 self.exact[first + index] = names[index], rows[index].copy()
-        return apart
+        num_above = sum(names[index] is not None for index in above)
+        counts.above_bound += num_above
+        counts.small += num_named - num_above
+        return [first + index for index in above]
 
     def take(self, first: int, rows: Raw) -> None:
         """Read the slots from ``first`` on into ``rows`` [n, block bytes], as the device had, or will have, them."""

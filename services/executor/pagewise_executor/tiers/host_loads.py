@@ -180,5 +180,5 @@ class HostLoads:
     def _wrong(self, pairs: Pairs) -> list[int]:
         """Return the device blocks whose content does not match the checksum of the store."""
         checked = zip(self._copies.pool.gather(pairs[:, 1]), pairs.tolist(), strict=True)
-        checksum = self._copies.checksum
-        return [block for row, (slot, block) in checked if checksum_of(row) != checksum(slot)]
+        expected = self._copies.expected
+        return [block for row, (slot, block) in checked if checksum_of(row) != expected(slot)]

@@ -14,9 +14,10 @@ from pagewise_shared.protocol import DISK, HOST, REDIS
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.kv.issuing import Issuing
 from pagewise_executor.kv.kv_pool import KVPool
-from pagewise_executor.tiers.block_names import content_name
+from pagewise_executor.tiers.block_names import LAYOUT, content_name
+from pagewise_executor.tiers.copy_choice import choose_for_storage, for_memory
 from pagewise_executor.tiers.disk import DiskTier
-from pagewise_executor.tiers.host import STAGING_BYTES, make_host_tier
+from pagewise_executor.tiers.host import STAGING_BYTES, bandwidth_of, make_host_tier
 from pagewise_executor.tiers.small_copies import SmallCopies
 from pagewise_executor.tiers.tier import Tier
 
@@ -35,7 +36,7 @@ def make_tiers(
     ``fingerprint``: of the model, with which block hashes begin. It names the blocks together with ``block_format`` and
     ``weight_files``. ``host_folder``: where host memory outlives the process. ``ranks``: all ranks of this executor
     call this. ``issuing``: shared with the thread that issues steps. ``name_bytes``: see ``HostMemory``.
-    ``small``: makes the copies in all of them smaller.
+    ``small``: makes the copies in all of them smaller, or in those where that takes less time.
 
     Raises:
         ModelError: there is no room for one.
@@ -47,21 +48,24 @@ def make_tiers(
         # The fingerprint takes samples of the weights only. Blocks that outlive the process must not be used with other
         # weights, so the time when the weights were changed counts too.
         changed = max(file.stat().st_mtime_ns for file in weight_files)
+        chosen = for_memory(small, pool.device, bandwidth_of(config, ranks), ranks) if small is not None else None
         tiers[HOST] = make_host_tier(
-            config, pool, host_folder, f"{content} {changed}", ranks, issuing, name_bytes, small
+            config, pool, host_folder, f"{content} {changed}", ranks, issuing, name_bytes, chosen
         )
     if config.disk_cache is None and config.store is None:
         return tiers
-    digest = hashlib.sha256(f"{content} {_digest(weight_files, ranks)}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{LAYOUT} {content} {_digest(weight_files, ranks)}".encode()).hexdigest()[:16]
     shared, size = content_name(fingerprint, digest), pool.bytes_per_block
     if config.disk_cache is not None:
         folder, most_bytes = Path(config.disk_cache), parse_size(config.disk_memory)
-        tiers[DISK] = DiskTier(folder, shared, size, most_bytes, small)
+        tiers[DISK] = disk = DiskTier(folder, shared, size, most_bytes, small)
+        choose_for_storage(disk, ranks)
         log.info("disk cache: up to %.2f GiB in %s", most_bytes / 2**30, folder)
     if config.store is not None:
         from pagewise_executor.tiers.redis import RedisTier  # executors without a store do not wait for its import
 
-        tiers[REDIS] = RedisTier(config.store, shared, size, config.store_expire, small)
+        tiers[REDIS] = store = RedisTier(config.store, shared, size, config.store_expire, small)
+        choose_for_storage(store, ranks)
         log.info("store: redis")
     return tiers
 

@@ -120,7 +120,7 @@ class RedisTier(HashedTier):
         def send() -> list[bool]:
             pipeline = self._client.pipeline(transaction=False)
             for name, row in zip(names, rows, strict=True):
-                stored = self.stored(row)
+                stored = self.stored(name, row)
                 value = header(name, stored) + stored.tobytes() + salts.get(name.hash, b"")
                 pipeline.set(self._key(name), value, ex=self._expire)
             answers = pipeline.execute(raise_on_error=False)

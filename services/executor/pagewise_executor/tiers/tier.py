@@ -29,6 +29,25 @@ Rows = npt.NDArray[np.uint8]
 """The content of n blocks in host memory [n, bytes_per_block]."""
 
 
+@dataclass(slots=True)
+class CopiedBlocks:
+    """How many blocks were written to a tier in each format. Copies that measure times do not count.
+
+    ``small``: in fewer bits. ``exact``: to a tier whose copies are exact. ``above_bound``: exactly, to a tier of fewer
+    bits, because they would have differed by more than the bound.
+    """
+
+    small: int = 0
+    exact: int = 0
+    above_bound: int = 0
+
+    def add(self, others: "CopiedBlocks") -> None:
+        """Add the blocks of another tier."""
+        self.small += others.small
+        self.exact += others.exact
+        self.above_bound += others.above_bound
+
+
 class Tier:
     """The base class of tiers. Its methods behave like a tier without blocks; subclasses override some of them.
 
@@ -36,6 +55,8 @@ class Tier:
         num_blocks: the ids of its blocks are below it; 0: its blocks have no ids, and are found by their names.
         identity: executors whose tiers have the same identity share the content; empty: the content is not shared.
         block_bytes: that a block takes here, if not as many as on the device; else 0.
+        dtype: the type of the copies here, if they have fewer bits than the device; else empty.
+        copied: the blocks that have been written here so far.
         num_errors: reads and writes that have failed so far.
         begun: epoch and number of the last step whose copies have all begun; only ``Peers`` keeps it up to date.
         report: is called, on any thread, with the answer to each list of copies, to each look-up and to each drop.
@@ -44,11 +65,13 @@ class Tier:
     num_blocks = 0
     identity = ""
     block_bytes = 0
+    dtype = ""
     num_errors = 0
     begun = (-1, -1)
 
     def __init__(self) -> None:
         self.report: Callable[[Copied | Found | StoredDropped | StoredGone], None] = lambda message: None
+        self.copied = CopiedBlocks()
 
     def begin(self, job: CopyJob, upper: "Tier") -> None:
         """Begin a list of copies between this tier and ``upper``, the tier above it, and report it when it is done.

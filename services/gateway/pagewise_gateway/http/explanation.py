@@ -273,7 +273,8 @@ def _eviction_reason(lost: LostPrefix) -> str:
 
 
 def _source(source: str, event: Event) -> str:
-    return f"at the executor {event.peer}" if source == "peer" and event.peer else _location(source)
+    place = f"at the executor {event.peer}" if source == "peer" and event.peer else _location(source)
+    return f"{place} (in {event.dtypes[source]})" if source in event.dtypes else place
 
 
 def _recovery(event: Event, report: RequestReport) -> str:

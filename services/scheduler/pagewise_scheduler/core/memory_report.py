@@ -95,4 +95,4 @@ def _cost_report(costs: CostModel, names: Mapping[str, str] | None) -> CostRepor
 
 def _link_report(link: Link) -> LinkReport:
     setup, block = (1e6 * constant for constant in link.constants)
-    return LinkReport(setup, block, 1e6 * link.wait, link.error, link.num_loading, link.rests)
+    return LinkReport(setup, block, 1e6 * link.wait, link.error, link.num_loading, link.rests, link.dtype)

@@ -311,6 +311,7 @@ def _recovery(recovery: Recovery, broken_off: list[float]) -> Event:
         loaded_tokens=recovery.loaded_tokens,
         source=recovery.origin,
         sources=recovery.plan.sources,
+        dtypes=recovery.plan.dtypes,
         peer=recovery.plan.peer,
         predicted_seconds={} if recovery.estimate is None else recovery.estimate.by_method,
     )

@@ -140,7 +140,7 @@ def _tiers_error(tiers: Sequence[TierInfo]) -> str | None:
             return f"its tier {name} has {tier.num_blocks} blocks, but blocks have no ids there"
         if tier.number not in HASH_TIERS and not 1 <= tier.num_blocks <= MAX_FLEET_BLOCKS:
             return f"its tier {name} has {tier.num_blocks} blocks, which is not from 1 to {MAX_FLEET_BLOCKS}"
-        if (error := text_error(tier, ("identity",), MAX_TEXT)) is not None:
+        if (error := text_error(tier, ("identity", "dtype"), MAX_TEXT)) is not None:
             return f"of its tier {name}, {error}"
         if not 0 <= tier.block_bytes < 1 << 63:
             return f"of its tier {name}, a block of {tier.block_bytes} bytes is none"

@@ -96,6 +96,8 @@ class ExecutorHandle:
         self._complaints = BoundedLog(log)
         self.stats = ExecutorStats(hello, metrics)
         scheduler.recoveries.emit = self.stats.add_recovery
+        for tier in hello.tiers:
+            scheduler.costs.tiers[tier.number].load.dtype = tier.dtype
 
     def touch(self) -> None:
         """Plan for this executor at the end of the round."""

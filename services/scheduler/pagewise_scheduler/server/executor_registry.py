@@ -124,11 +124,6 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
         self.directory = PrefixDirectory()
         self.watchers = BlockWatchers(config, metrics)
         self.resets = CacheResets(self.guarded)
-        self._heartbeat_counters = {
-            "refused": metrics.connections_refused("unknown_key_blocks"),
-            "storage_errors": metrics.storage_errors,
-            "grammar_waits": metrics.grammar_waits,
-        }
 
     @property
     def executors(self) -> list[ExecutorHandle]:
@@ -325,7 +320,7 @@ class ExecutorRegistry(Sessions[ExecutorHandle]):
     def _take_counts(self, executor: ExecutorHandle, heartbeat: Heartbeat) -> None:
         """Add the growth of the counters since the last heartbeat to the metrics."""
         executor.num_tasks = heartbeat.tasks
-        for name, counter in self._heartbeat_counters.items():
+        for name, counter in self.metrics.of_heartbeats.items():
             more = getattr(heartbeat, name) - executor.counted[name]
             if more > 0:
                 counter.inc(min(more, _MOST_COUNTED))

@@ -24,7 +24,10 @@ class WriteBack(Feature):
                 tier.ended(last_node, sequence.request.stored.get(tier.identity, 0))
 
     def wants_step(self) -> bool:
-        return any(tier.writes_back for tier in self.scheduler.kv.hashed.values())
+        # Deletions in storage wait for copies that have been decided, and a request may have gone before the step that
+        # would have taken the copies along.
+        left = self.scheduler.has_unsent_demotions and self.scheduler.newest_in_flight is None
+        return left or any(tier.writes_back for tier in self.scheduler.kv.hashed.values())
 
     def planned(self, step: int) -> None:
         copies: list[BlockCopy] = []

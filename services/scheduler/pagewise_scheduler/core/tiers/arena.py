@@ -280,13 +280,13 @@ class SharedHostTier(_Shared, HostTier):
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
         """Copies to this tier were made: their targets may be evicted from now on."""
-        pool: Pool | SnapshotPool = self
-        if copies.group:
-            pool = self.snapshots[copies.group - 1]
-            self.counters.stored += len(copies.pairs) // 8
+        targets = unpack_int32s(copies.pairs)[1::2].tolist()
+        if copies.group:  # a block of a snapshot that is not here is noticed when it is loaded
+            self.counters.stored += sum(block not in bad for block in targets)
+            self.snapshots[copies.group - 1].release(targets)
         else:
+            self.release(targets)
             super().arrived(copies, bad, seconds)
-        pool.release(unpack_int32s(copies.pairs)[1::2].tolist())
 
     def unhold(self, locations: Iterable[Location]) -> None:
         """Unpin these blocks, which are of any group."""

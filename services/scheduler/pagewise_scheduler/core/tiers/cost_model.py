@@ -87,7 +87,7 @@ class Link(OnlineLine):
 
     ``num_loading``: blocks asked for that have not arrived. ``busy_until``: when they are predicted to be there.
     ``wait``: seconds that a load takes beside the link's own, lately: behind a step in progress, and until the next one
-    begins. ``rests``: choices for which it is left alone because it has failed.
+    begins. ``rests``: choices for which it is left alone because it has failed. ``dtype``: of copies in fewer bits.
     """
 
     def __init__(self, setup: float, block: float) -> None:
@@ -95,7 +95,7 @@ class Link(OnlineLine):
         self._first = setup, block
         self.wait = self.busy_until = 0.0
         self.num_loading = self._num_waits = 0
-        self.rests = 0
+        self.rests, self.dtype = 0, ""
 
     def seconds(self, num_blocks: int, queued_blocks: int = 0) -> float:
         """Copying blocks behind ``queued_blocks`` others."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from pagewise_shared.protocol import DEVICE, BlockCopies
+from pagewise_shared.protocol import DEVICE, BlockCopies, unpack_int32s
 
 from pagewise_scheduler.core.memory.counters import MemoryCounters
 from pagewise_scheduler.core.memory.eviction import NEAREST, REDUNDANT, EvictionPolicy
@@ -91,12 +91,21 @@ class HostTier(Pool, Tier):
         """A copy to a block is asked for. It may be evicted before it has arrived."""
 
     def arrived(self, copies: BlockCopies, bad: Collection[int], seconds: float) -> None:
-        """Copies to this tier were made. A block that could not be stored is noticed when it is loaded."""
-        count = len(copies.pairs) // 8
+        """Copies to this tier were made, except to the targets ``bad``, whose blocks are not here after all."""
+        targets = unpack_int32s(copies.pairs)[1::2]
+        count, lost = len(targets), [block for block in targets if block in bad] if bad else []
         self.num_arriving -= count
-        self.counters.stored += count
+        self.counters.stored += count - len(lost)
         self.costs.store.observe(seconds, 1, count)
         assert self.num_arriving >= 0
+        for block in lost:
+            # Another content may have the block by now, and is lost too, which costs no more than time. A block that is
+            # being loaded stays: that load finds out.
+            node = self._nodes[block]
+            if node is not None and node.num_tiers > 1:
+                self.forget(node)
+            elif node is not None and not self._references[block]:
+                self.drop(node)
 
     # ---- copies from this tier -----------------------------------------------------------------------
 

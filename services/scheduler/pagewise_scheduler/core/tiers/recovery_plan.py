@@ -87,6 +87,11 @@ class RecoveryPlan:
         """The names of the tiers, each once."""
         return list(dict.fromkeys(part.source.name for part in self.parts))
 
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The types of copies in fewer bits, by the names of the tiers that hold them."""
+        return {part.source.name: part.source.link.dtype for part in self.parts if part.source.link.dtype}
+
     def blocks_of(self, end: int) -> dict[Link, int]:
         """How many of the blocks before ``end`` each link is to bring."""
         blocks = dict[Link, int]()
