@@ -61,10 +61,10 @@ async def give_advice(request: web.Request) -> web.Response:
 
 
 def tell_calls(run: ChatRun) -> None:
-    """Tell the scheduler which tools a chat that has ended has called, so that it learns when their results come."""
-    if not run.called:
-        return
+    """Tell the scheduler which tools a chat of a session has called, so that it learns when their results come."""
     request = run.live.request
+    if not run.called or not request.params.reuse.session:
+        return
     run.service.scheduler_client.queries.tell(
         Advise(
             epoch=0,
@@ -91,6 +91,8 @@ def _check(body: AdviceRequest) -> None:
             f"give exactly one of {', '.join(_SUBJECTS)}, not {' and '.join(given) or 'none of them'}",
             given[-1] if given else _SUBJECTS[0],
         )
+    if body.response_id is not None and not body.response_id.startswith(_PREFIXES):
+        raise InvalidRequestError(f"the id of a response begins with {', '.join(_PREFIXES)}", "response_id")
     for name in _OF_MESSAGES:
         if getattr(body, name) is not None and body.messages is None:
             raise InvalidRequestError(f"{name} is only allowed with messages", name)

@@ -9,6 +9,7 @@ blocks that were loaded for them have been used, no more are.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -39,7 +40,7 @@ _BETWEEN_LOOKS = 0.25
 """The seconds after which it is looked at again whether a load pays."""
 _MOST_WANTED, _MOST_PROMPTS, _MOST_QUESTIONS = 1024, 64, 64
 """Prefixes that are wanted at the same time, and the ones of these that are prompts, of which nodes may be detached. Of
-more, the oldest are forgotten. Beyond so many questions without an answer, none are asked."""
+more, the API key with the most gives up its oldest. Beyond so many questions without an answer, none are asked."""
 
 
 class HasLast(Protocol):
@@ -52,13 +53,14 @@ class HasLast(Protocol):
 class LoadAhead(PrefixLoad):
     """A prefix that is to be loaded.
 
-    ``path``: its blocks from the first one on. The prefix tree may not have the last ones: these are detached nodes,
-    with the tokens and the predictions. ``last``: its last node at first. ``holder``: whose end it is, if it is a
-    session's. ``until``: when to give up, in seconds. ``learned``: its time is learned. ``source``: of the last load.
-    ``num_asked``: questions to tiers without ids that are not answered.
+    ``key``: the API key that wants it. ``path``: its blocks from the first one on. The prefix tree may not have the
+    last ones: these are detached nodes, with the tokens and the predictions. ``last``: its last node at first.
+    ``holder``: whose end it is, if it is a session's. ``until``: when to give up, in seconds. ``learned``: its time is
+    learned. ``source``: of the last load. ``num_asked``: questions to tiers without ids that are not answered.
     """
 
     ahead: "LoadsAhead"
+    key: str
     path: list[CachedBlock]
     last: CachedBlock
     until: float
@@ -107,21 +109,26 @@ class LoadsAhead(Feature):
         due: float,
         until: float,
         *,
+        key: str,
         holder: HasLast | None = None,
         learned: bool = False,
     ) -> None:
         """Load the blocks of ``path`` as soon as that pays: at a learned time not before they have to come.
 
-        ``due``: their next use is expected then; ``until``: when to give up; both in seconds.
+        ``due``: their next use is expected then; ``until``: when to give up; both in seconds. ``key``: the API key that
+        wants them.
         """
         if not path:
             return
-        if holder is None and len(self._prompts) >= _MOST_PROMPTS:
-            self._drop(next(iter(self._prompts.values())))
-        if len(self._wanted) >= _MOST_WANTED:
-            self._drop(next(iter(self._wanted.values())))
+        self.forget(path[-1:])
+        kept, most = (self._prompts, _MOST_PROMPTS) if holder is None else (self._wanted, _MOST_WANTED)
+        if len(kept) >= most:
+            numbers = Counter(one.key for one in kept.values())
+            self._drop(max(kept.values(), key=lambda one: numbers[one.key]))  # of several, the first
         table = self._kv.new_table(salt, path[-1].cached_by)
-        load = LoadAhead(table, ahead=self, path=path, last=path[-1], until=until, holder=holder, learned=learned)
+        load = LoadAhead(
+            table, ahead=self, key=key, path=path, last=path[-1], until=until, holder=holder, learned=learned
+        )
         self._wanted[load.last] = load
         if holder is None:
             self._prompts[load.last] = load

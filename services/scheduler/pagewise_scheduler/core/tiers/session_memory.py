@@ -1,7 +1,7 @@
 """The effects of advice on the memory of a session: its blocks, and where layers are in several groups, the windows and
 states at their ends."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.tiers.cache_reset import release_node, snapshot_pools
@@ -14,14 +14,18 @@ _PREDICTED_SNAPSHOTS = 2
 the answer. The next turn begins behind one of them."""
 
 
-def blocks_behind(first: CachedBlock) -> list[CachedBlock]:
+def blocks_behind(first: CachedBlock, may_go: Collection[CachedBlock] | None = None) -> list[CachedBlock]:
     """A session's first own block and all blocks behind it, the last ones first: the session's turns had them, and some
-    turns have left them. Blocks behind which other sessions have some are not among them."""
+    turns have left them. Blocks behind which other sessions have some are not among them.
+
+    ``may_go``: of these blocks alone, and none behind which there are others; None: of all.
+    """
     nodes, kept = [first], set[CachedBlock]()
     for node in nodes:  # grows while it is walked: parents come before their children
         nodes += node.children.values()
     for node in reversed(nodes):
-        if node.session != first.session or not kept.isdisjoint(node.children.values()):
+        goes = node.session == first.session if may_go is None else node in may_go
+        if not goes or not kept.isdisjoint(node.children.values()):
             kept.add(node)
     return [node for node in reversed(nodes) if node.num_tiers and node not in kept]
 
@@ -38,12 +42,13 @@ def demote(kv: KVCacheManager, nodes: Sequence[CachedBlock], copies: list[BlockC
     ``copies``: the list to which the copies are added that keep them.
     """
     num_demoted = 0
+    kv.eviction_history.reserves_for(None)
     for node in nodes:
         if node.block < 0 or node.num_on_device or kv.pool.references(node.block):
             continue
         for group in kv.windows:
             group.evict(node, copies)
-        copies += kv.pool.evict_nodes([node])
+        copies += kv.pool.evict_nodes([node], "advice")
         num_demoted += node.block < 0
     return num_demoted
 
