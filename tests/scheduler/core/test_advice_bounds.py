@@ -224,6 +224,14 @@ def test_advice_on_an_earlier_turn_leaves_later_turns_alone(kind: str) -> None:
     assert len(clients.path(prompt(1) + prompt(3) + prompt(4))) == 12
 
 
+def test_pins_of_blocks_that_are_not_on_the_device_are_refused() -> None:
+    clients = Clients(num_host_blocks=16)
+    clients.turn(prompt(1), "a")
+    clients.advise("cold", "a")
+    done = clients.advise("pin", "a")
+    assert (done.outcome, done.reason) == ("refused", "nothing of it is on the device")
+
+
 @pytest.mark.parametrize("room", [0, 2])
 def test_blocks_that_cold_loses_are_not_charged_to_another_request(room: int) -> None:
     clients = Clients(num_host_blocks=2)

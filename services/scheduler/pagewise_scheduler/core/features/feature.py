@@ -206,6 +206,9 @@ class Feature:
     def peer_lost(self, peer: str) -> None:
         """The executor with the block endpoint ``peer`` is gone."""
 
+    def cache_reset(self, salt: str) -> None:
+        """An operator is about to release the cached blocks of a cache salt (see ``is_below``)."""
+
     def clear(self) -> None:
         """The executor was reset, or is gone: forget its state and all requests."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Protocol
 
+from pagewise_shared.block_hash import is_below
 from pagewise_shared.protocol import Found, LookUp, Message
 
 from pagewise_scheduler.core.features.feature import Feature
@@ -295,6 +296,10 @@ class LoadsAhead(Feature):
         """Blocks of a prefix have come: the ones before the first bad one are cached."""
         if load not in self._coming:
             return
+        if load.stopped:  # its peer is gone, or the cache was reset
+            load.pieces.clear()
+            self._ended(load)
+            return
         start, before = load.table.num_known, load.path
         windows = [one for one in load.pieces if one.group]
         num_bad = load.cache(self.scheduler)
@@ -312,12 +317,15 @@ class LoadsAhead(Feature):
             before[end].parent = now_here[-1]  # the rest of a detached path, whose beginning is cached again
         if end == len(before) and load.holder is not None and load.holder.last is load.last:
             load.holder.last = now_here[-1]
-        self._release(load.table)
-        del self._coming[load]
         if num_bad and isinstance(load.source, HashedTier):
             load.source.forgot(before[end:])
-        if not is_good and self._wanted.get(load.last) is load:
-            self._drop(load)
+        load.stopped = not is_good
+        self._ended(load)
+
+    def _ended(self, load: LoadAhead) -> None:
+        """No blocks of a load are in flight any more. More are asked for, unless it was stopped."""
+        self._release(load.table)
+        del self._coming[load]
         self._look_at(load, 0.0)
 
     def _release(self, table: BlockTable) -> None:
@@ -335,6 +343,11 @@ class LoadsAhead(Feature):
     def peer_lost(self, peer: str) -> None:
         for load in self._coming:
             if load.source is not None and load.source.peer == peer:
+                load.stopped = True
+
+    def cache_reset(self, salt: str) -> None:
+        for load in (*self._wanted.values(), *self._coming):
+            if is_below(load.table.cache_salt, salt):
                 load.stopped = True
 
     def clear(self) -> None:

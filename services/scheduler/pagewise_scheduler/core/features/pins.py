@@ -49,7 +49,7 @@ class Pins:
         held, windows, size = self._longest(nodes, room)
         reasons = []
         if len(nodes) < len(path):
-            reasons.append("a part is not on the device")
+            reasons.append("a part is not on the device" if nodes else "nothing of it is on the device")
         if len(held) < len(nodes):
             if len(held) < len(self._longest(nodes, self._kv.num_total)[0]):
                 reasons.append(
