@@ -99,6 +99,18 @@ def test_each_key_is_judged_by_its_own_advice_on_the_same_blocks() -> None:
     assert (counts["hints_kept"], counts["hints_broken"]) == (0, 2)
 
 
+def test_a_session_that_begins_at_another_executor_keeps_the_advice_here() -> None:
+    clients, elsewhere = Clients(), Clients()
+    clients.turn(prompt(1), "parent", returns_in=1e4)
+    clients.advise("fork", "child", parent="parent", seconds=10.0)
+    for session in ("child", "parent", "unknown"):
+        clients.scheduler.features.advice.placed_elsewhere(elsewhere.turn(prompt(1) + prompt(2), session))
+    clients.now = 100.0
+    clients.turn(prompt(3), "other", "other key")
+    counts = clients.advice.counts()
+    assert (counts["hints_kept"], counts["hints_broken"]) == (2, 0)
+
+
 # ---- bounds ------------------------------------------------------------------------------------------
 
 
@@ -220,8 +232,17 @@ def test_advice_on_an_earlier_turn_leaves_later_turns_alone(kind: str) -> None:
     first = clients.turn(prompt(1) + prompt(3), "a")
     clients.turn(prompt(1) + prompt(3) + prompt(4), "a")
     done = clients.advise(kind, request_id=first.request_id)
-    assert (done.outcome, done.reason) == ("refused", "other turns or sessions begin with it")
+    assert (done.outcome, done.reason) == ("refused", "other turns or sessions use it too")
     assert len(clients.path(prompt(1) + prompt(3) + prompt(4))) == 12
+
+
+def test_blocks_on_the_disk_that_later_turns_have_are_not_deleted_with_an_earlier_turn() -> None:
+    clients = Clients(hashed={DISK: "a disk"})
+    first = clients.turn(prompt(1), "a")
+    clients.turn(prompt(1) + prompt(2), "a")
+    evict(clients.scheduler, 64)
+    assert clients.advise("dontneed", request_id=first.request_id).outcome == "refused"
+    assert clients.advise("dontneed", "a").blocks == 8
 
 
 def test_pins_of_blocks_that_are_not_on_the_device_are_refused() -> None:

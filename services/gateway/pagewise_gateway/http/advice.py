@@ -128,8 +128,7 @@ async def _tokens(service: Service, body: AdviceRequest, key: str) -> "array[int
 
 
 def _request_of(response_id: str) -> str:
-    prefix = next((prefix for prefix in _PREFIXES if response_id.startswith(prefix)), "")
-    return response_id.removeprefix(prefix)
+    return next((response_id.removeprefix(prefix) for prefix in _PREFIXES if response_id.startswith(prefix)), "")
 
 
 def _seconds(body: AdviceRequest) -> float:

@@ -18,7 +18,7 @@ from pagewise_shared.protocol import Message
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.pins import Pins
 from pagewise_scheduler.core.features.sessions import Session, Sessions
-from pagewise_scheduler.core.features.subjects import own_of, subject
+from pagewise_scheduler.core.features.subjects import NOT_NEEDED, own_of, subject
 from pagewise_scheduler.core.features.trust import LATE, LEAST_SECONDS, Claim, Hints
 from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, TOOL_CALL, CostAware
 from pagewise_scheduler.core.memory.eviction_history import ENDED
@@ -89,9 +89,17 @@ class Advice(Feature):
     # ---- turns ---------------------------------------------------------------------------------------
 
     def entered(self, request: Request) -> None:
-        if not request.params.reuse.session:
-            return
-        session = self._session(request)
+        if request.params.reuse.session:
+            self._returned(self._session(request), request)
+
+    def placed_elsewhere(self, request: Request) -> None:
+        params = request.params
+        if (session := self._sessions.find(params.key, params.cache_salt, params.reuse.session)) is not None:
+            if session.last is None and session.parent:
+                self._hints.begun_elsewhere(session.key, session.parent)
+            self._returned(session, request)
+
+    def _returned(self, session: Session, request: Request) -> None:
         away = max(self._now, request.placed_at) - session.left  # no step was planned for long if nothing ran
         if session.due >= 0:
             self._judge(session, kept=not session.ends and away <= session.due)
@@ -100,7 +108,7 @@ class Advice(Feature):
         if session.last is not None:
             self._ahead.forget([session.last])
         session.has_waited(away)
-        session.prediction, session.due = 0, -1.0
+        session.prediction, session.due, session.waits_for = 0, -1.0, ""
 
     def frees(self, sequence: RequestSequence) -> None:
         last, request = sequence.table.last_node, sequence.request
@@ -275,19 +283,18 @@ class Advice(Feature):
             held, until, reason = self._pins.hold(advice.key, path[::-1], seconds, self._now)
             kind: Literal["accepted", "clipped", "refused"] = "clipped" if reason else "accepted"
             return Outcome(kind if held else "refused", reason, held, until if held else 0.0)
-        own = own_of(self._sessions, session, path, advice.key)
+        own = own_of(self._sessions, session, path, advice)
         if not own:
-            return Outcome("refused", "other sessions use it too")
-        if advice.kind in ("cold", "dontneed", "end"):
+            return Outcome("refused", "other turns or sessions use it too")
+        if advice.kind in NOT_NEEDED:
             self._ahead.forget([*own, session.last] if session is not None and session.last is not None else own)
         if advice.kind == "cold" and self._kv.pool.below is None:
             return Outcome("refused", "there is no tier below the device")
         if advice.kind in ("cold", "dontneed"):
             stored = [node for node in own if not node.num_tiers]
-            may_go = None if session is not None or advice.tokens else own
-            behind = session_memory.blocks_behind(own[-1], may_go)
+            behind = session_memory.blocks_behind(own[-1])
             if not behind and not stored:
-                return Outcome("refused", "other turns or sessions begin with it")
+                return Outcome("refused", "other turns or sessions use it too")
             return self._release(behind, stored, forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
@@ -341,7 +348,7 @@ class Advice(Feature):
         if session is not None:
             session.prediction = ENDED
             self._leave_to_children(session)
-            own = own_of(self._sessions, session, own, key)
+            own = [node for node in own if node.session == session.number]
         session_memory.drop_snapshots(self._kv, own, self._pins.ends)
         self._predict(own, ENDED)
         return Outcome("accepted", blocks=len(own))

@@ -53,6 +53,9 @@ class Feature:
     def entered(self, request: Request) -> None:
         """The sequences of a request have joined the waiting queue."""
 
+    def placed_elsewhere(self, request: Request) -> None:
+        """Another executor serves a request of a session."""
+
     def kept(self, key: str | None) -> QueueLoad:
         """The load of the requests that the feature keeps: of one API key, or of all (None)."""
         return QueueLoad()

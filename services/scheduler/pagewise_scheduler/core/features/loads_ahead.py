@@ -84,7 +84,6 @@ class LoadsAhead(Feature):
         kv = scheduler.kv
         self._groups = LoadsOfGroups(scheduler, kv, self._policy) if isinstance(kv, GroupedKVCacheManager) else None
         self._wanted: dict[CachedBlock, LoadAhead] = {}
-        self._prompts: dict[CachedBlock, LoadAhead] = {}
         self._coming: dict[LoadAhead, None] = {}
         self._queue: list[tuple[float, int, LoadAhead]] = []
         self._tie, self._numbers = count(), count(-1, -1)
@@ -122,17 +121,16 @@ class LoadsAhead(Feature):
         if not path:
             return
         self.forget(path[-1:])
-        kept, most = (self._prompts, _MOST_PROMPTS) if holder is None else (self._wanted, _MOST_WANTED)
-        if len(kept) >= most:
-            numbers = Counter(one.key for one in kept.values())
-            self._drop(max(kept.values(), key=lambda one: numbers[one.key]))  # of several, the first
+        rivals = [one for one in self._wanted.values() if holder is not None or one.holder is None]
+        if len(rivals) >= (_MOST_WANTED if holder is not None else _MOST_PROMPTS):
+            numbers = Counter(one.key for one in rivals)
+            self._drop(max(rivals, key=lambda one: numbers[one.key]))  # of several, the first
         table = self._kv.new_table(salt, path[-1].cached_by)
         load = LoadAhead(
             table, ahead=self, key=key, path=path, last=path[-1], until=until, holder=holder, learned=learned
         )
         self._wanted[load.last] = load
         if holder is None:
-            self._prompts[load.last] = load
             self._look_up(load)
         slowest = max((one.load.seconds(len(path)) for one in self.scheduler.costs.tiers.values()), default=0.0)
         self._look_at(load, due - slowest if learned else 0.0)
@@ -145,7 +143,6 @@ class LoadsAhead(Feature):
 
     def _drop(self, load: LoadAhead) -> None:
         del self._wanted[load.last]
-        self._prompts.pop(load.last, None)
         if load not in self._coming:
             load.path = []  # the queue has it until its time
 
@@ -353,7 +350,7 @@ class LoadsAhead(Feature):
     def clear(self) -> None:
         for load in self._coming:
             self._release(load.table)
-        for kept in (self._coming, self._wanted, self._prompts, self._questions):
+        for kept in (self._coming, self._wanted, self._questions):
             kept.clear()
         self._queue.clear()
         self._unsent.clear()

@@ -12,6 +12,9 @@ from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 if TYPE_CHECKING:
     from pagewise_shared.protocol import Advise
 
+NOT_NEEDED = ("cold", "dontneed", "end")
+"""The advice that blocks are not used soon, or not at all."""
+
 
 def subject(kv: KVCacheManager, sessions: Sessions, advice: "Advise") -> tuple[Session | None, list[CachedBlock]]:
     """Return the session that advice is on, if it is on one, and its blocks, the last one first, cached or not."""
@@ -31,11 +34,21 @@ def subject(kv: KVCacheManager, sessions: Sessions, advice: "Advise") -> tuple[S
     return None, path[::-1]
 
 
-def own_of(sessions: Sessions, session: Session | None, path: Iterable[CachedBlock], key: str) -> list[CachedBlock]:
-    """Return the blocks of a path that advice of an API key may change: of a session, its own blocks alone."""
+def own_of(
+    sessions: Sessions, session: Session | None, path: Iterable[CachedBlock], advice: "Advise"
+) -> list[CachedBlock]:
+    """Return the blocks of a path that advice may change: of a session, its own blocks alone.
+
+    Advice that an earlier turn of a session is not needed any more does not change the blocks of the last turn.
+    """
     if session is not None:
         return [node for node in path if node.session == session.number]
-    return [node for node in path if _is_own(sessions, node, key)]
+    own = [node for node in path if _is_own(sessions, node, advice.key)]
+    owner = sessions.numbered(own[0].session) if own else None
+    if owner is None or not advice.request_id or advice.kind not in NOT_NEEDED:
+        return own
+    last_turn = {*ancestors(owner.last)}
+    return [node for node in own if node not in last_turn]
 
 
 def _is_own(sessions: Sessions, node: CachedBlock, key: str) -> bool:

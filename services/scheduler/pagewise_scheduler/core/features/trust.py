@@ -100,6 +100,10 @@ class Hints:
         claims[use] = claim
         self._predicted.awaited.add(use)
 
+    def begun_elsewhere(self, key: str, session: int) -> None:
+        """Another executor uses the blocks of a session for which advice of a key waits here."""
+        self._predicted.awaited -= {use for use, claim in self._claims[key].items() if claim.session == session}
+
     def over(self, now: float) -> list[Claim]:
         """Judge, and return, the claims whose time is over."""
         late = [use for claims in self._claims.values() for use, claim in claims.items() if claim.until < now]

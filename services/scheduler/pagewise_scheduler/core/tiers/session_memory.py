@@ -1,7 +1,7 @@
 """The effects of advice on the memory of a session: its blocks, and where layers are in several groups, the windows and
 states at their ends."""
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.tiers.cache_reset import release_node, snapshot_pools
@@ -14,18 +14,14 @@ _PREDICTED_SNAPSHOTS = 2
 the answer. The next turn begins behind one of them."""
 
 
-def blocks_behind(first: CachedBlock, may_go: Collection[CachedBlock] | None = None) -> list[CachedBlock]:
+def blocks_behind(first: CachedBlock) -> list[CachedBlock]:
     """A session's first own block and all blocks behind it, the last ones first: the session's turns had them, and some
-    turns have left them. Blocks behind which other sessions have some are not among them.
-
-    ``may_go``: of these blocks alone, and none behind which there are others; None: of all.
-    """
+    turns have left them. Blocks behind which other sessions have some are not among them."""
     nodes, kept = [first], set[CachedBlock]()
     for node in nodes:  # grows while it is walked: parents come before their children
         nodes += node.children.values()
     for node in reversed(nodes):
-        goes = node.session == first.session if may_go is None else node in may_go
-        if not goes or not kept.isdisjoint(node.children.values()):
+        if node.session != first.session or not kept.isdisjoint(node.children.values()):
             kept.add(node)
     return [node for node in reversed(nodes) if node.num_tiers and node not in kept]
 
