@@ -319,6 +319,7 @@ async def test_prompts_of_advice_are_those_of_requests() -> None:
         ({"advice": "pin", "session_id": "s", "seconds": 1e9}, "seconds"),
         ({"advice": "pin", "session_id": "s", "ttl": "5 minutes"}, "ttl"),
         ({"advice": "pin", "session_id": "s", "ttl": "5m", "seconds": 300}, "ttl"),
+        ({"advice": "pin", "session_id": "s", "ttl": "169h"}, "ttl"),
         ({"advice": "pin", "session_id": "s", "tools": []}, "tools"),
         ({"advice": "fork", "session_id": "s"}, "parent"),
         ({"advice": "pin", "session_id": "s", "parent": "t"}, "parent"),

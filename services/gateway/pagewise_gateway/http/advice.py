@@ -14,7 +14,7 @@ from pagewise_gateway.http.advice_schema import AdviceAnswer, AdviceRequest
 from pagewise_gateway.http.answers import ChatRun
 from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.hints_schema import seconds_of
+from pagewise_gateway.http.hints_schema import LONGEST_SECONDS, seconds_of
 from pagewise_gateway.http.params import check_model
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_chat, encode_prompt
@@ -98,6 +98,8 @@ def _check(body: AdviceRequest) -> None:
             raise InvalidRequestError(f"{name} is only allowed with messages", name)
     if body.seconds is not None and body.ttl is not None:
         raise InvalidRequestError("give seconds or ttl, not both", "ttl")
+    if _seconds(body) > LONGEST_SECONDS:
+        raise InvalidRequestError("ttl must be at most a week", "ttl")
     if (body.parent is not None) != (body.advice == "fork"):
         raise InvalidRequestError("parent is required with the advice fork, and only allowed there", "parent")
 

@@ -30,7 +30,7 @@ from pagewise_scheduler.core.memory.predicted_uses import (
     PredictedUses,
     own_blocks,
 )
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of, left_behind
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers import session_memory
 from pagewise_scheduler.core.tiers.stored_drops import drop_blocks, only_stored
@@ -132,8 +132,8 @@ class Advice(Feature):
         self._predicted.ends(last, session.number, session.prediction, self._sessions.live_parent(session))
         self._load_in_time(session)
         if before is not None and not self._kv.windows:
-            path = set(ancestors(last))
-            self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
+            left = [node for node in left_behind(before, last) if node.session == session.number and node.num_tiers]
+            self._predict(left, ENDED)
 
     def leave(self, request: Request, last_step: int) -> None:
         if not request.params.reuse.session or (session := self._session(request)).request_id != request.request_id:
