@@ -55,8 +55,10 @@ def test_an_end_that_is_not_believed_does_not_replace_the_hint_before_it() -> No
         clients.now = 100.0 * number
         clients.turn(prompt(1), "a", ends=True)
     clients.turn(prompt(2), "b", returns_in=10.0)
+    clients.advise("willneed", "b", seconds=10.0)
     before = clients.advice.counts()["hints_broken"]
     assert clients.advise("end", "b").outcome == "refused"
+    assert len(clients.scheduler.features.loads_ahead._wanted) == 1
     clients.now += 100.0
     clients.turn(prompt(3), "other", "other key")
     assert clients.advice.counts()["hints_broken"] == before + 1

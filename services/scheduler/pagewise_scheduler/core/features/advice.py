@@ -18,7 +18,7 @@ from pagewise_shared.protocol import Message
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.pins import Pins
 from pagewise_scheduler.core.features.sessions import Session, Sessions
-from pagewise_scheduler.core.features.subjects import NOT_NEEDED, own_of, subject
+from pagewise_scheduler.core.features.subjects import own_of, subject
 from pagewise_scheduler.core.features.trust import LATE, LEAST_SECONDS, Claim, Hints
 from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, TOOL_CALL, CostAware
 from pagewise_scheduler.core.memory.eviction_history import ENDED
@@ -286,8 +286,6 @@ class Advice(Feature):
         own = own_of(self._sessions, session, path, advice)
         if not own:
             return Outcome("refused", "other turns or sessions use it too")
-        if advice.kind in NOT_NEEDED:
-            self._ahead.forget([*own, session.last] if session is not None and session.last is not None else own)
         if advice.kind == "cold" and self._kv.pool.below is None:
             return Outcome("refused", "there is no tier below the device")
         if advice.kind in ("cold", "dontneed"):
@@ -295,6 +293,7 @@ class Advice(Feature):
             behind = session_memory.blocks_behind(own[-1])
             if not behind and not stored:
                 return Outcome("refused", "other turns or sessions use it too")
+            self._forget_loads(session, own)
             return self._release(behind, stored, forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
@@ -345,6 +344,7 @@ class Advice(Feature):
         if not believed:
             return Outcome("refused", "most sessions of this API key have returned after their ends")
         self._pins.release(key, own)
+        self._forget_loads(session, own)
         if session is not None:
             session.prediction = ENDED
             self._leave_to_children(session)
@@ -376,6 +376,9 @@ class Advice(Feature):
         if own:
             self._predict(own, prediction)
             self._hints.claim(key, own[0], Claim(own[0].session, prediction, self._now + due))
+
+    def _forget_loads(self, session: Session | None, own: list[CachedBlock]) -> None:
+        self._ahead.forget([*own, session.last] if session is not None and session.last is not None else own)
 
     def _release(self, own: list[CachedBlock], stored: list[CachedBlock], *, forget: bool) -> Outcome:
         """Demote blocks, or forget them in all tiers, as far as nothing uses them; and the blocks ``stored``, which

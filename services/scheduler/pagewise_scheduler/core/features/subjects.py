@@ -12,7 +12,7 @@ from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 if TYPE_CHECKING:
     from pagewise_shared.protocol import Advise
 
-NOT_NEEDED = ("cold", "dontneed", "end")
+_NOT_NEEDED = ("cold", "dontneed", "end")
 """The advice that blocks are not used soon, or not at all."""
 
 
@@ -45,7 +45,7 @@ def own_of(
         return [node for node in path if node.session == session.number]
     own = [node for node in path if _is_own(sessions, node, advice.key)]
     owner = sessions.numbered(own[0].session) if own else None
-    if owner is None or not advice.request_id or advice.kind not in NOT_NEEDED:
+    if owner is None or not advice.request_id or advice.kind not in _NOT_NEEDED:
         return own
     last_turn = {*ancestors(owner.last)}
     return [node for node in own if node not in last_turn]
