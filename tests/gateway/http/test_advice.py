@@ -245,10 +245,10 @@ async def test_called_tools_are_told(path: str, stream: bool) -> None:
     tools = TOOLS
     if path != CHATS:
         tools = [{"name": one["function"]["name"], "input_schema": PARAMETERS} for one in TOOLS]
-    scheduler = FakeScheduler(replies=[reply(CALLS), reply("nothing")], max_model_len=4096)
+    scheduler = FakeScheduler(replies=[reply(CALLS), reply("nothing"), reply(CALLS)], max_model_len=4096)
     async with serving(scheduler, tokenizer=TOKENIZER, **HERMES) as server:
-        for _ in range(2):
-            body = chat(max_tokens=200, tools=tools, stream=stream, session_id="s", cache_salt="mine")
+        for session in ({"session_id": "s"}, {"session_id": "s"}, {}):
+            body = chat(max_tokens=200, tools=tools, stream=stream, cache_salt="mine", **session)
             async with server.http.post(server.url + path, json=body) as answer:
                 assert answer.status == 200, await answer.text()
                 await answer.read()
@@ -319,6 +319,7 @@ async def test_prompts_of_advice_are_those_of_requests() -> None:
         ({"advice": "pin", "session_id": "s", "seconds": 1e9}, "seconds"),
         ({"advice": "pin", "session_id": "s", "ttl": "5 minutes"}, "ttl"),
         ({"advice": "pin", "session_id": "s", "ttl": "5m", "seconds": 300}, "ttl"),
+        ({"advice": "pin", "session_id": "s", "ttl": "169h"}, "ttl"),
         ({"advice": "pin", "session_id": "s", "tools": []}, "tools"),
         ({"advice": "fork", "session_id": "s"}, "parent"),
         ({"advice": "pin", "session_id": "s", "parent": "t"}, "parent"),
@@ -330,6 +331,7 @@ async def test_prompts_of_advice_are_those_of_requests() -> None:
         ({"advice": "pin", "prompt": "a " * 9000}, "prompt"),
         ({"advice": "pin", "session_id": "s", "model": "other"}, "model"),
         ({"advice": "pin", "sessions": "s"}, "sessions"),
+        ({"advice": "pin", "response_id": "7f"}, "response_id"),
     ],
 )
 async def test_wrong_advice_is_named(body: dict[str, Any], param: str) -> None:

@@ -15,7 +15,7 @@ from pagewise_scheduler.core.memory.predicted_uses import (
     TOOLS,
     PredictedUses,
 )
-from pagewise_scheduler.core.memory.prefix_tree import name_of
+from pagewise_scheduler.core.memory.prefix_tree import PrefixTree, left_behind, name_of
 from pagewise_scheduler.core.tiers.arena import WindowShape
 from pagewise_shared.block_hash import unpack_names
 from pagewise_shared.protocol import DISK, HOST, DropStored
@@ -44,6 +44,21 @@ def test_blocks_that_the_next_turn_has_not_taken_give_way() -> None:
     assert len(left) == 2
     assert all(node.prediction == ENDED for node in left)
     assert all(node.prediction > ENDED for node in clients.path(changed))
+
+
+@pytest.mark.parametrize(("before", "last"), [(1, 1), (5, 8), (8, 5), (3, 0), (0, 3)])
+def test_blocks_are_left_behind_where_two_prefixes_part(before: int, last: int) -> None:
+    tree = PrefixTree(1)
+    common = tree.extend(tree.root(None), [bytes([number]) for number in range(4)])
+    ends = [common[-1], common[-1]]
+    for side, length in enumerate((before, last)):
+        path = tree.extend(common[-1], [bytes([10 + side, number]) for number in range(length)])
+        ends[side] = path[-1] if path else common[-1]
+        if not side:
+            left = path[::-1]
+    assert [*left_behind(*ends)] == left
+    elsewhere = tree.extend(tree.root("other"), [b"a", b"b"])[-1]
+    assert [*left_behind(common[-1], elsewhere)] == common[::-1]
 
 
 def test_blocks_of_several_sessions_keep_their_class() -> None:

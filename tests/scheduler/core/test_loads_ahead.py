@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pagewise_scheduler.core.tiers.arena import WindowShape
+from pagewise_scheduler.core.tiers.cache_reset import reset_cache
 from pagewise_scheduler.core.tiers.cost_model import CopyCosts, Costs
 from pagewise_scheduler.core.tiers.peer import Peer, PrefixDirectory
 from pagewise_scheduler.server.advice import advise
@@ -272,3 +273,18 @@ def test_what_is_predicted_keeps_windows_and_states(way: str) -> None:
         evict(clients.scheduler, kv.num_free + 1)
     assert any(kv.can_begin(node, device_only=True) for node in clients.path(kept)[-2:])
     check_arena(clients.scheduler)
+
+
+@pytest.mark.parametrize("salt", ["", "key:other"])
+def test_a_load_in_flight_brings_nothing_back_after_a_reset_of_the_cache(salt: str) -> None:
+    clients = with_disk()
+    clients.advise("willneed", "a", seconds=5.0)
+    plan = clients.scheduler.schedule(0.0)
+    assert plan is not None
+    clients.scheduler.features.loads_ahead.cache_reset(salt)
+    reset_cache(clients.scheduler.kv, salt)
+    clients.scheduler.update(clients.executor.execute(plan))
+    clients.settle()
+    assert on_device(clients) == (12 if salt else 0)
+    check_states(clients.scheduler.kv.pool)
+    assert_all_free(clients.scheduler)

@@ -239,6 +239,10 @@ def test_blocks_in_storage_are_announced_until_they_are_gone(tier: int, medium: 
     assert taken(*stored[2:], *stored[3:]) == [("BlockRemoved", 2)]
     assert taken(*stored[2:]) == []
     assert taken(found=1) == [("BlockRemoved", 1), ("BlockStored", 3)], "the others were not found, and written again"
+    assert not scheduler.fail(2)
+    served_by.reset(2)
+    events.all_gone()  # as one of the watchers of the device
+    assert taken() == [("BlockRemoved", 4), ("BlockStored", 4)], "blocks are announced after a reset, too"
 
 
 async def test_a_disk_that_evicts_is_told_for_all_that_share_it(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from pagewise_shared.protocol import KeyLimits, RequestParams, ReuseHints, Submit
 
+from tests.scheduler.server.played_gateway import GREEDY, PlayedRequest, prompts_of
 from tests.scheduler.server.stack import Stack, executor, running
 
 
@@ -69,3 +71,25 @@ async def test_what_cannot_be_fetched_stays_where_its_prompt_was_computed(tmp_pa
         await stack.ready(2)
         assert len(await stack.generate(list(range(50)))) == 8
         assert stack.metric("request_moves_total", reason="decode") == 0
+
+
+async def test_a_session_that_returns_at_another_executor_has_kept_its_hint(tmp_path: Path) -> None:
+    async def turn(first: int) -> PlayedRequest:
+        reuse = ReuseHints(session="s", returns_in=60.0)
+        params = RequestParams(GREEDY, 1, None, 0, None, "", "", reuse=reuse)
+        prompts = prompts_of([[first, 2, 3, 4, 5]], 4)
+        return await stack.gateway.submit_as(Submit(0, 0, f"turn {first}", prompts, params, KeyLimits()))
+
+    async with running(tmp_path) as stack, executor(tmp_path, "one", step_seconds=0.01):
+        await stack.ready(1)
+        (one,) = stack.executors
+        await (await turn(1)).result()
+        busy = await stack.gateway.submit([9] * 40, max_tokens=200)
+        await busy.until_tokens(1)
+        async with executor(tmp_path, "two"):
+            await stack.ready(2)
+            await (await turn(2)).result()
+            counts = [handle.scheduler.features.advice.counts() for handle in stack.executors]
+        assert [(each["hints_kept"], each["hints_broken"]) for each in counts] == [(1, 0), (0, 0)]
+        assert one.scheduler.features.counts()["hints_kept"] == 1
+        await stack.gateway.abort(busy)

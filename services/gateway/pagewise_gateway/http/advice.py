@@ -14,7 +14,7 @@ from pagewise_gateway.http.advice_schema import AdviceAnswer, AdviceRequest
 from pagewise_gateway.http.answers import ChatRun
 from pagewise_gateway.http.context import CLIENT, Service
 from pagewise_gateway.http.errors import InvalidRequestError
-from pagewise_gateway.http.hints_schema import seconds_of
+from pagewise_gateway.http.hints_schema import LONGEST_SECONDS, seconds_of
 from pagewise_gateway.http.params import check_model
 from pagewise_gateway.http.parsing import read_request
 from pagewise_gateway.http.prompts import encode_chat, encode_prompt
@@ -61,10 +61,10 @@ async def give_advice(request: web.Request) -> web.Response:
 
 
 def tell_calls(run: ChatRun) -> None:
-    """Tell the scheduler which tools a chat that has ended has called, so that it learns when their results come."""
-    if not run.called:
-        return
+    """Tell the scheduler which tools a chat of a session has called, so that it learns when their results come."""
     request = run.live.request
+    if not run.called or not request.params.reuse.session:
+        return
     run.service.scheduler_client.queries.tell(
         Advise(
             epoch=0,
@@ -91,11 +91,15 @@ def _check(body: AdviceRequest) -> None:
             f"give exactly one of {', '.join(_SUBJECTS)}, not {' and '.join(given) or 'none of them'}",
             given[-1] if given else _SUBJECTS[0],
         )
+    if body.response_id is not None and not body.response_id.startswith(_PREFIXES):
+        raise InvalidRequestError(f"the id of a response begins with {', '.join(_PREFIXES)}", "response_id")
     for name in _OF_MESSAGES:
         if getattr(body, name) is not None and body.messages is None:
             raise InvalidRequestError(f"{name} is only allowed with messages", name)
     if body.seconds is not None and body.ttl is not None:
         raise InvalidRequestError("give seconds or ttl, not both", "ttl")
+    if _seconds(body) > LONGEST_SECONDS:
+        raise InvalidRequestError("ttl must be at most a week", "ttl")
     if (body.parent is not None) != (body.advice == "fork"):
         raise InvalidRequestError("parent is required with the advice fork, and only allowed there", "parent")
 
@@ -126,8 +130,7 @@ async def _tokens(service: Service, body: AdviceRequest, key: str) -> "array[int
 
 
 def _request_of(response_id: str) -> str:
-    prefix = next((prefix for prefix in _PREFIXES if response_id.startswith(prefix)), "")
-    return response_id.removeprefix(prefix)
+    return next((response_id.removeprefix(prefix) for prefix in _PREFIXES if response_id.startswith(prefix)), "")
 
 
 def _seconds(body: AdviceRequest) -> float:

@@ -72,6 +72,8 @@ class CacheResets:
 
     def _reset(self, executor: ExecutorHandle, reset: _Reset, *, external: bool) -> None:
         kv = executor.scheduler.kv
+        for feature in executor.scheduler.features.in_use:
+            feature.cache_reset(reset.salt)
         kept = [] if external else [tier_name(number) for number in kv.hashed]
         result = ExecutorReset(executor.executor_id, "pages" if kv.windows else "blocks", {}, 0, kept)
         reset.report.executors.append(result)

@@ -318,6 +318,10 @@ class Router:
         executor = self._executors[placement.executor]
         with self._guard(executor):
             executor.serve(live)
+        for other in self.executors if live.params.reuse.session else ():
+            with self._guard(other):
+                for feature in other.scheduler.features.in_use if other is not executor else ():
+                    feature.placed_elsewhere(live)
 
     def _able(self, live: ClientRequest) -> list[ExecutorHandle]:
         """Return the executors that could serve a request; with a stuck adapter loader only if there is no other."""

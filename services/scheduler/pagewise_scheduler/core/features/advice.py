@@ -9,7 +9,7 @@ Where layers are in several groups, predictions of clients count for the last wi
 its end releases them. Learned predictions count for blocks of full layers alone: snapshots have roles instead.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -18,9 +18,10 @@ from pagewise_shared.protocol import Message
 from pagewise_scheduler.core.features.feature import Feature
 from pagewise_scheduler.core.features.pins import Pins
 from pagewise_scheduler.core.features.sessions import Session, Sessions
+from pagewise_scheduler.core.features.subjects import own_of, subject
 from pagewise_scheduler.core.features.trust import LATE, LEAST_SECONDS, Claim, Hints
-from pagewise_scheduler.core.memory.eviction import CLASSES_PER_USE, NUM_ENDINGS, TOOL_CALL, CostAware
-from pagewise_scheduler.core.memory.eviction_history import ENDED, RequestRef
+from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, TOOL_CALL, CostAware
+from pagewise_scheduler.core.memory.eviction_history import ENDED
 from pagewise_scheduler.core.memory.predicted_uses import (
     PEOPLE,
     SECONDS,
@@ -29,7 +30,7 @@ from pagewise_scheduler.core.memory.predicted_uses import (
     PredictedUses,
     own_blocks,
 )
-from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, block_keys, cache_salt_of
+from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors, cache_salt_of, left_behind
 from pagewise_scheduler.core.requests.request import Request, RequestSequence
 from pagewise_scheduler.core.tiers import session_memory
 from pagewise_scheduler.core.tiers.stored_drops import drop_blocks, only_stored
@@ -69,7 +70,7 @@ class Advice(Feature):
         self._predicted = PredictedUses()
         if self._policy is not None:
             self._policy.predicted = self._predicted
-        self._sessions = Sessions()
+        self._sessions = Sessions(sum(tier.num_blocks for tier in self._kv.tiers.values()))
         self._hints = Hints(self._predicted)
         self._pins = Pins(self._kv)
         self._ahead = scheduler.features.loads_ahead
@@ -88,18 +89,26 @@ class Advice(Feature):
     # ---- turns ---------------------------------------------------------------------------------------
 
     def entered(self, request: Request) -> None:
-        if not request.params.reuse.session:
-            return
-        session = self._session(request)
+        if request.params.reuse.session:
+            self._returned(self._session(request), request)
+
+    def placed_elsewhere(self, request: Request) -> None:
+        params = request.params
+        if (session := self._sessions.find(params.key, params.cache_salt, params.reuse.session)) is not None:
+            if session.last is None and session.parent:
+                self._hints.begun_elsewhere(session.key, session.parent)
+            self._returned(session, request)
+
+    def _returned(self, session: Session, request: Request) -> None:
         away = max(self._now, request.placed_at) - session.left  # no step was planned for long if nothing ran
         if session.due >= 0:
-            self._judge(session, kept=session.prediction != ENDED and away <= session.due)
+            self._judge(session, kept=not session.ends and away <= session.due)
         if session.prediction > ENDED:
             self._predicted.returned(session.prediction, away, session.counted, session.key)
         if session.last is not None:
             self._ahead.forget([session.last])
         session.has_waited(away)
-        session.prediction, session.due = 0, -1.0
+        session.prediction, session.due, session.waits_for = 0, -1.0, ""
 
     def frees(self, sequence: RequestSequence) -> None:
         last, request = sequence.table.last_node, sequence.request
@@ -109,21 +118,22 @@ class Advice(Feature):
         if not request.params.reuse.session:
             return
         reuse, session = request.params.reuse, self._session(request)
-        before, session.last = session.last, last
+        before = session.last
+        self._sessions.leave(session, last)
         session.left, session.request_id = self._now, request.request_id
-        session.due, session.counted, session.called = -1.0, 0, sequence.ending % NUM_ENDINGS == TOOL_CALL
-        session.waits_for = ""
+        session.counted, session.called = 0, sequence.ending % NUM_ENDINGS == TOOL_CALL
+        session.waits_for, session.ends, session.due = "", reuse.ends, _END_SECONDS if reuse.ends else -1.0
         if reuse.ends and self._hints.believes_ends(session.key):
-            session.prediction, session.due = ENDED, _END_SECONDS
+            session.prediction = ENDED
         elif reuse.returns_in >= 0 and not reuse.ends:
             session.prediction, session.due = self._hints.time(session.key, reuse.returns_in)
         else:
             session.prediction = self._waits(session)
-        self._predicted.ends(last, session.number, session.prediction, session.parent)
+        self._predicted.ends(last, session.number, session.prediction, self._sessions.live_parent(session))
         self._load_in_time(session)
         if before is not None and not self._kv.windows:
-            path = set(ancestors(last))
-            self._predict([node for node in own_blocks(before, session.number) if node not in path], ENDED)
+            left = [node for node in left_behind(before, last) if node.session == session.number and node.num_tiers]
+            self._predict(left, ENDED)
 
     def leave(self, request: Request, last_step: int) -> None:
         if not request.params.reuse.session or (session := self._session(request)).request_id != request.request_id:
@@ -132,13 +142,13 @@ class Advice(Feature):
             self._leave_to_children(session)
             own = own_blocks(session.last, session.number)
             session_memory.drop_snapshots(self._kv, own, self._pins.ends)
-        elif session.due >= 0:
+        elif session.is_hinted:
             own = own_blocks(session.last, session.number)
             session_memory.predict_snapshots(self._kv, own, session.prediction, self._tick)
 
     def _leave_to_children(self, session: Session) -> None:
         """A session has ended: blocks with which live sessions begin are theirs from now on."""
-        heirs = session.heirs()
+        heirs = self._sessions.heirs(session)
         for heir in dict.fromkeys(heirs.values()):
             begin = [node for node, one in heirs.items() if one is heir]
             for node in begin:
@@ -174,17 +184,20 @@ class Advice(Feature):
 
     def _load_in_time(self, session: Session) -> None:
         """Load the blocks of a session ahead of the time at which such sessions return, if that is known."""
-        if session.last is None or session.prediction <= ENDED:
-            return
-        if (expected := self._predicted.likeliest(session.prediction)) is not None:
+        assert session.last is not None
+        self._ahead.forget([session.last])
+        if session.prediction > ENDED and (expected := self._predicted.likeliest(session.prediction)) is not None:
             due, until = (session.left + seconds for seconds in expected)
             path = [*ancestors(session.last)][::-1]
-            self._ahead.want(path, cache_salt_of(session.last), due, until, holder=session, learned=True)
+            self._ahead.want(
+                path, cache_salt_of(session.last), due, until, key=session.key, holder=session, learned=True
+            )
 
     def _judge(self, session: Session, *, kept: bool) -> None:
         """A hint on a session was kept or broken."""
         session.due = -1.0
-        self._hints.count(session.key, session.last, ends=session.prediction == ENDED, kept=kept)
+        num_blocks = session.last.depth if session.last is not None else 1
+        self._hints.count(session.key, num_blocks, ends=session.ends, kept=kept)
 
     # ---- steps ---------------------------------------------------------------------------------------
 
@@ -196,17 +209,17 @@ class Advice(Feature):
         self._watched = now
         self._pins.expire(now)
         for claim in self._hints.over(now):  # blocks of a session have the session's prediction again
-            session = self._sessions.numbered(claim.last.session)
+            session = self._sessions.numbered(claim.session)
             if session is not None and session.prediction != ENDED:
-                own = [*own_blocks(claim.last, session.number)]
+                own = [*own_blocks(session.last, session.number)]
                 self._predict([node for node in own if node.prediction == claim.prediction], session.prediction)
-                hinted = session.prediction if session.due >= 0 else 0
+                hinted = session.prediction if session.is_hinted else 0
                 session_memory.predict_snapshots(self._kv, own, hinted, self._tick)
         for session in self._sessions:
             age = now - session.left
             if 0 <= session.due < age:
-                self._judge(session, kept=session.prediction == ENDED)
-            if session.prediction > ENDED:
+                self._judge(session, kept=session.ends)
+            if session.prediction > ENDED and age >= self._predicted.reaches(session.prediction, session.counted):
                 session.counted = self._predicted.reach(session.prediction, age, session.counted, session.key)
                 if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
@@ -242,7 +255,7 @@ class Advice(Feature):
     def advise(self, advice: "Advise", now: float) -> Outcome:
         """Follow advice of a client as far as this executor has the KV. ``now``: seconds."""
         self._kv.eviction_history.now = now
-        session, path = self._subject(advice)
+        session, path = subject(self._kv, self._sessions, advice)
         if advice.kind == "dontneed":
             stored = only_stored(self.scheduler, path[0] if path else None)
             path = [*stored, *(node for node in path if node.num_tiers)]
@@ -253,63 +266,35 @@ class Advice(Feature):
         if not path:
             return Outcome("refused", "nothing of it is cached", found=False)
         outcome = self._follow(advice, session, path)
-        self.outcomes[outcome.outcome] += 1
+        self.outcomes[outcome.outcome] += advice.kind != "called"  # gateways say that, not clients
         return outcome
 
     def knows(self, advice: "Advise") -> tuple[float, int]:
         """When the session that advice is on has left, and how many blocks of it are cached here; greater is better."""
-        session, path = self._subject(advice)
+        session, path = subject(self._kv, self._sessions, advice)
         return session.left if session is not None else -1.0, sum(1 for node in path if node.num_tiers)
-
-    def _subject(self, advice: "Advise") -> tuple[Session | None, list[CachedBlock]]:
-        """The session that advice is on, if it is on one, and its blocks, the last one first, cached or not."""
-        name = advice.parent if advice.kind == "fork" and advice.parent else advice.session
-        session, last = None, None
-        if name:
-            session = self._sessions.find(advice.key, advice.cache_salt, name)
-            last = session.last if session is not None else None
-        elif advice.request_id:
-            last = self._sessions.last_of(advice.key, advice.request_id)
-            owner = self._sessions.numbered(last.session) if last is not None else None
-            session = owner if owner is not None and owner.request_id == advice.request_id else None
-        else:
-            tree, keys = self._kv.pool.tree, [*block_keys(advice.tokens, self._kv.block_size)]
-            path = tree.walk(tree.root_of(advice.cache_salt), keys)
-            if advice.kind == "willneed":
-                path += tree.detached(advice.cache_salt, path, keys[len(path) :], RequestRef("", advice.key))
-            return None, path[::-1]
-        return session, [*ancestors(last)]
-
-    def _own(self, session: Session | None, path: Iterable[CachedBlock], key: str) -> list[CachedBlock]:
-        """The blocks of a path that advice of an API key may change: of a session, its own blocks alone."""
-        if session is not None:
-            return [node for node in path if node.session == session.number]
-        return [node for node in path if self._is_own(node, key)]
-
-    def _is_own(self, node: CachedBlock, key: str) -> bool:
-        """Whether the requests of one API key, and of one session at most, have used a block."""
-        if node.session > 0:
-            owner = self._sessions.numbered(node.session)
-            return owner is not None and owner.key == key
-        used_once = node.kind // CLASSES_PER_USE <= 1 and node.session == 0
-        return used_once and node.cached_by is not None and node.cached_by.key == key
 
     def _follow(self, advice: "Advise", session: Session | None, path: list[CachedBlock]) -> Outcome:
         seconds = advice.seconds
         if advice.kind == "unpin":
-            return Outcome("accepted", blocks=self._pins.release(advice.key, path))
+            num_released = self._pins.release(advice.key, path)
+            return Outcome("accepted", blocks=num_released) if num_released else Outcome("refused", "it has no pin")
         if advice.kind == "pin":
             held, until, reason = self._pins.hold(advice.key, path[::-1], seconds, self._now)
             kind: Literal["accepted", "clipped", "refused"] = "clipped" if reason else "accepted"
             return Outcome(kind if held else "refused", reason, held, until if held else 0.0)
-        own = self._own(session, path, advice.key)
+        own = own_of(self._sessions, session, path, advice)
         if not own:
-            return Outcome("refused", "other sessions use it too")
-        if advice.kind != "willneed":
-            self._ahead.forget([*path, *ancestors(session.last)] if session is not None else path)
+            return Outcome("refused", "other turns or sessions use it too")
+        if advice.kind == "cold" and self._kv.pool.below is None:
+            return Outcome("refused", "there is no tier below the device")
         if advice.kind in ("cold", "dontneed"):
             stored = [node for node in own if not node.num_tiers]
-            return self._release(session_memory.blocks_behind(own[-1]), stored, forget=advice.kind == "dontneed")
+            behind = session_memory.blocks_behind(own[-1])
+            if not behind and not stored:
+                return Outcome("refused", "other turns or sessions use it too")
+            self._forget_loads(session, own)
+            return self._release(behind, stored, forget=advice.kind == "dontneed")
         if self._policy is None:
             return Outcome("refused", "this executor evicts the least recently used blocks")
         return self._expect(advice, session, path, own)
@@ -321,7 +306,7 @@ class Advice(Feature):
         if advice.kind == "end":
             return self._end(session, own, advice.key)
         if advice.kind == "called":
-            if session is not None and session.prediction != ENDED and session.due < 0:
+            if session is not None and session.prediction != ENDED and not session.is_hinted:
                 session.called = True
                 session.prediction, session.left, session.counted = self._waits(session, advice.tools), self._now, 0
                 self._predict(own, session.prediction)
@@ -335,27 +320,35 @@ class Advice(Feature):
             self._claim(advice.key, own, prediction, due)
         else:
             self._predict(own, prediction)
-            if session.due >= 0 and session.prediction != ENDED:  # another hint does not put off the judgement
+            if session.is_hinted:  # another hint does not put off the judgement
                 if (left := session.left + session.due - self._now) < 0:
                     self._judge(session, kept=False)
                 else:
                     due = min(due, left)
-            session.prediction, session.due, session.left, session.counted = prediction, due, self._now, 0
+            session.prediction, session.due, session.left = prediction, due, self._now
+            session.ends, session.counted = False, 0
         session_memory.predict_snapshots(self._kv, own, prediction, self._tick)
         if advice.kind == "willneed":
             due, salt = max(seconds, LEAST_SECONDS), cache_salt_of(path[0])
-            self._ahead.want(path[::-1], salt, self._now + due, self._now + LATE * due, holder=session)
+            until = self._now + LATE * due
+            self._ahead.want(path[::-1], salt, self._now + due, until, key=advice.key, holder=session)
         return Outcome("accepted", blocks=len(own), seconds=seconds)
 
     def _end(self, session: Session | None, own: list[CachedBlock], key: str) -> Outcome:
         """Blocks are not used again by the session that has used them."""
-        if not self._hints.believes_ends(key):
+        believed = self._hints.believes_ends(key)
+        if session is not None and session.is_hinted and believed:
+            self._judge(session, kept=False)
+        if session is not None and not session.is_hinted:  # the end is judged also if it is not believed
+            session.ends, session.due = True, self._now - session.left + _END_SECONDS
+        if not believed:
             return Outcome("refused", "most sessions of this API key have returned after their ends")
         self._pins.release(key, own)
+        self._forget_loads(session, own)
         if session is not None:
-            session.prediction, session.due, session.left = ENDED, _END_SECONDS, self._now
+            session.prediction = ENDED
             self._leave_to_children(session)
-            own = self._own(session, own, key)
+            own = [node for node in own if node.session == session.number]
         session_memory.drop_snapshots(self._kv, own, self._pins.ends)
         self._predict(own, ENDED)
         return Outcome("accepted", blocks=len(own))
@@ -368,6 +361,8 @@ class Advice(Feature):
         if parent is not None and advice.session:
             child = self._sessions.of(advice.key, advice.cache_salt, advice.session)
             parent.adopt(child)
+            if child.last is None:
+                child.prediction, child.left = prediction, self._now
         value = self._predicted.value
         lesser = [
             one
@@ -380,7 +375,10 @@ class Advice(Feature):
         """Predict a use of blocks that is not the return of a session, and judge the advice later."""
         if own:
             self._predict(own, prediction)
-            self._hints.claim(key, Claim(own[0], prediction, self._now + due))
+            self._hints.claim(key, own[0], Claim(own[0].session, prediction, self._now + due))
+
+    def _forget_loads(self, session: Session | None, own: list[CachedBlock]) -> None:
+        self._ahead.forget([*own, session.last] if session is not None and session.last is not None else own)
 
     def _release(self, own: list[CachedBlock], stored: list[CachedBlock], *, forget: bool) -> Outcome:
         """Demote blocks, or forget them in all tiers, as far as nothing uses them; and the blocks ``stored``, which

@@ -53,6 +53,9 @@ class Feature:
     def entered(self, request: Request) -> None:
         """The sequences of a request have joined the waiting queue."""
 
+    def placed_elsewhere(self, request: Request) -> None:
+        """Another executor serves a request of a session."""
+
     def kept(self, key: str | None) -> QueueLoad:
         """The load of the requests that the feature keeps: of one API key, or of all (None)."""
         return QueueLoad()
@@ -205,6 +208,9 @@ class Feature:
 
     def peer_lost(self, peer: str) -> None:
         """The executor with the block endpoint ``peer`` is gone."""
+
+    def cache_reset(self, salt: str) -> None:
+        """An operator is about to release the cached blocks of a cache salt (see ``is_below``)."""
 
     def clear(self) -> None:
         """The executor was reset, or is gone: forget its state and all requests."""

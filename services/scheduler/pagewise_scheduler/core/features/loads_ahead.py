@@ -9,11 +9,13 @@ blocks that were loaded for them have been used, no more are.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Protocol
 
+from pagewise_shared.block_hash import is_below
 from pagewise_shared.protocol import Found, LookUp, Message
 
 from pagewise_scheduler.core.features.feature import Feature
@@ -39,7 +41,7 @@ _BETWEEN_LOOKS = 0.25
 """The seconds after which it is looked at again whether a load pays."""
 _MOST_WANTED, _MOST_PROMPTS, _MOST_QUESTIONS = 1024, 64, 64
 """Prefixes that are wanted at the same time, and the ones of these that are prompts, of which nodes may be detached. Of
-more, the oldest are forgotten. Beyond so many questions without an answer, none are asked."""
+more, the API key with the most gives up its oldest. Beyond so many questions without an answer, none are asked."""
 
 
 class HasLast(Protocol):
@@ -52,13 +54,14 @@ class HasLast(Protocol):
 class LoadAhead(PrefixLoad):
     """A prefix that is to be loaded.
 
-    ``path``: its blocks from the first one on. The prefix tree may not have the last ones: these are detached nodes,
-    with the tokens and the predictions. ``last``: its last node at first. ``holder``: whose end it is, if it is a
-    session's. ``until``: when to give up, in seconds. ``learned``: its time is learned. ``source``: of the last load.
-    ``num_asked``: questions to tiers without ids that are not answered.
+    ``key``: the API key that wants it. ``path``: its blocks from the first one on. The prefix tree may not have the
+    last ones: these are detached nodes, with the tokens and the predictions. ``last``: its last node at first.
+    ``holder``: whose end it is, if it is a session's. ``until``: when to give up, in seconds. ``learned``: its time is
+    learned. ``source``: of the last load. ``num_asked``: questions to tiers without ids that are not answered.
     """
 
     ahead: "LoadsAhead"
+    key: str
     path: list[CachedBlock]
     last: CachedBlock
     until: float
@@ -81,7 +84,6 @@ class LoadsAhead(Feature):
         kv = scheduler.kv
         self._groups = LoadsOfGroups(scheduler, kv, self._policy) if isinstance(kv, GroupedKVCacheManager) else None
         self._wanted: dict[CachedBlock, LoadAhead] = {}
-        self._prompts: dict[CachedBlock, LoadAhead] = {}
         self._coming: dict[LoadAhead, None] = {}
         self._queue: list[tuple[float, int, LoadAhead]] = []
         self._tie, self._numbers = count(), count(-1, -1)
@@ -107,24 +109,28 @@ class LoadsAhead(Feature):
         due: float,
         until: float,
         *,
+        key: str,
         holder: HasLast | None = None,
         learned: bool = False,
     ) -> None:
         """Load the blocks of ``path`` as soon as that pays: at a learned time not before they have to come.
 
-        ``due``: their next use is expected then; ``until``: when to give up; both in seconds.
+        ``due``: their next use is expected then; ``until``: when to give up; both in seconds. ``key``: the API key that
+        wants them.
         """
         if not path:
             return
-        if holder is None and len(self._prompts) >= _MOST_PROMPTS:
-            self._drop(next(iter(self._prompts.values())))
-        if len(self._wanted) >= _MOST_WANTED:
-            self._drop(next(iter(self._wanted.values())))
+        self.forget(path[-1:])
+        rivals = [one for one in self._wanted.values() if holder is not None or one.holder is None]
+        if len(rivals) >= (_MOST_WANTED if holder is not None else _MOST_PROMPTS):
+            numbers = Counter(one.key for one in rivals)
+            self._drop(max(rivals, key=lambda one: numbers[one.key]))  # of several, the first
         table = self._kv.new_table(salt, path[-1].cached_by)
-        load = LoadAhead(table, ahead=self, path=path, last=path[-1], until=until, holder=holder, learned=learned)
+        load = LoadAhead(
+            table, ahead=self, key=key, path=path, last=path[-1], until=until, holder=holder, learned=learned
+        )
         self._wanted[load.last] = load
         if holder is None:
-            self._prompts[load.last] = load
             self._look_up(load)
         slowest = max((one.load.seconds(len(path)) for one in self.scheduler.costs.tiers.values()), default=0.0)
         self._look_at(load, due - slowest if learned else 0.0)
@@ -137,7 +143,6 @@ class LoadsAhead(Feature):
 
     def _drop(self, load: LoadAhead) -> None:
         del self._wanted[load.last]
-        self._prompts.pop(load.last, None)
         if load not in self._coming:
             load.path = []  # the queue has it until its time
 
@@ -288,6 +293,10 @@ class LoadsAhead(Feature):
         """Blocks of a prefix have come: the ones before the first bad one are cached."""
         if load not in self._coming:
             return
+        if load.stopped:  # its peer is gone, or the cache was reset
+            load.pieces.clear()
+            self._ended(load)
+            return
         start, before = load.table.num_known, load.path
         windows = [one for one in load.pieces if one.group]
         num_bad = load.cache(self.scheduler)
@@ -305,12 +314,15 @@ class LoadsAhead(Feature):
             before[end].parent = now_here[-1]  # the rest of a detached path, whose beginning is cached again
         if end == len(before) and load.holder is not None and load.holder.last is load.last:
             load.holder.last = now_here[-1]
-        self._release(load.table)
-        del self._coming[load]
         if num_bad and isinstance(load.source, HashedTier):
             load.source.forgot(before[end:])
-        if not is_good and self._wanted.get(load.last) is load:
-            self._drop(load)
+        load.stopped = not is_good
+        self._ended(load)
+
+    def _ended(self, load: LoadAhead) -> None:
+        """No blocks of a load are in flight any more. More are asked for, unless it was stopped."""
+        self._release(load.table)
+        del self._coming[load]
         self._look_at(load, 0.0)
 
     def _release(self, table: BlockTable) -> None:
@@ -330,10 +342,15 @@ class LoadsAhead(Feature):
             if load.source is not None and load.source.peer == peer:
                 load.stopped = True
 
+    def cache_reset(self, salt: str) -> None:
+        for load in (*self._wanted.values(), *self._coming):
+            if is_below(load.table.cache_salt, salt):
+                load.stopped = True
+
     def clear(self) -> None:
         for load in self._coming:
             self._release(load.table)
-        for kept in (self._coming, self._wanted, self._prompts, self._questions):
+        for kept in (self._coming, self._wanted, self._questions):
             kept.clear()
         self._queue.clear()
         self._unsent.clear()

@@ -7,8 +7,8 @@ from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.core.tiers.windows import WindowGroup
 
-PIN_SHARE = 0.1
-"""The largest share of the device that pins of one API key hold."""
+PIN_SHARE, _MOST_SHARE = 0.1, 0.5
+"""The largest shares of the device that pins of one API key hold, and pins of all keys."""
 MOST_SECONDS = 3600.0
 
 
@@ -43,15 +43,20 @@ class Pins:
         replaced. ``seconds``: negative: as long as possible.
         """
         self.release(key, path)
-        room = int(PIN_SHARE * self._kv.num_total) - sum(one.size for one in self._pins if one.key == key)
+        of_key = int(PIN_SHARE * self._kv.num_total) - sum(one.size for one in self._pins if one.key == key)
+        room = min(of_key, int(_MOST_SHARE * self._kv.num_total) - sum(one.size for one in self._pins))
         nodes = [node for node in path if node.block >= 0]
         held, windows, size = self._longest(nodes, room)
         reasons = []
         if len(nodes) < len(path):
-            reasons.append("a part is not on the device")
+            reasons.append("a part is not on the device" if nodes else "nothing of it is on the device")
         if len(held) < len(nodes):
             if len(held) < len(self._longest(nodes, self._kv.num_total)[0]):
-                reasons.append("an API key pins at most a tenth of the device")
+                reasons.append(
+                    "an API key pins at most a tenth of the device"
+                    if room == of_key
+                    else "all API keys together pin at most half of the device"
+                )
             elif not held:
                 reasons.append("the device has no windows or states with which a sequence begins")
         if seconds > MOST_SECONDS:

@@ -10,7 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pagewise_scheduler.core.memory.predicted_uses import PredictedUses
+from pagewise_scheduler.core.memory.eviction_history import key_of
+from pagewise_scheduler.core.memory.predicted_uses import AwaitedUse, PredictedUses
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock
 
 LATE, LEAST_SECONDS = 4.0, 0.5
@@ -49,10 +50,9 @@ class Trust:
 
 
 class Claim(NamedTuple):
-    """Advice, not about the return of a session, that the blocks up to ``last`` are used by ``until`` (seconds), which
-    got ``prediction``."""
+    """Advice that blocks, of ``session`` (0: of none), are used by ``until`` (seconds). They got ``prediction``."""
 
-    last: CachedBlock
+    session: int
     prediction: int
     until: float
 
@@ -64,7 +64,7 @@ class Hints:
         self._predicted = predicted
         self._trust: defaultdict[str, Trust] = defaultdict(Trust)
         self._ends: defaultdict[str, Trust] = defaultdict(Trust)
-        self._claims: defaultdict[str, dict[CachedBlock, Claim]] = defaultdict(dict)
+        self._claims: defaultdict[str, dict[AwaitedUse, Claim]] = defaultdict(dict)
         self.num_kept = self.num_broken = 0
 
     def time(self, key: str, seconds: float) -> tuple[int, float]:
@@ -76,40 +76,43 @@ class Hints:
         """Whether most ends that a key has announced were kept."""
         return self._ends[key].share == 1
 
-    def count(self, key: str, last: CachedBlock | None, *, ends: bool, kept: bool) -> None:
-        """A hint about the blocks up to ``last`` was kept or broken.
+    def count(self, key: str, num_blocks: int, *, ends: bool, kept: bool) -> None:
+        """A hint about so many blocks was kept or broken.
 
         ``ends``: that a session has ended. Ends count on their own: times may be wrong while ends are right.
         """
-        (self._ends if ends else self._trust)[key].count(last.depth if last is not None else 1, kept=kept)
+        (self._ends if ends else self._trust)[key].count(num_blocks, kept=kept)
         self._source(key)
         self.num_kept += kept
         self.num_broken += not kept
 
-    def claim(self, key: str, claim: Claim) -> None:
-        """Judge advice of a key when its time is over. Advice on the same blocks does not put that off."""
-        claims = self._claims[key]
-        if (before := claims.pop(claim.last, None)) is not None:
-            if before.last in self._predicted.awaited:
+    def claim(self, key: str, last: CachedBlock, claim: Claim) -> None:
+        """Judge advice of a key on the blocks up to ``last`` when its time is over. Advice on the same blocks does not
+        put that off."""
+        claims, use = self._claims[key], AwaitedUse(key, last.depth, key_of(last))
+        if (before := claims.pop(use, None)) is not None:
+            if use in self._predicted.awaited:
                 claim = claim._replace(until=min(claim.until, before.until))
             else:
-                self.count(key, before.last, ends=False, kept=True)
+                self.count(key, use.depth, ends=False, kept=True)
         elif len(claims) >= _MOST_CLAIMS:
-            self._judge(key, next(iter(claims.values())))
-        claims[claim.last] = claim
-        self._predicted.awaited.add(claim.last)
+            self._judge(next(iter(claims)))
+        claims[use] = claim
+        self._predicted.awaited.add(use)
+
+    def begun_elsewhere(self, key: str, session: int) -> None:
+        """Another executor uses the blocks of a session for which advice of a key waits here."""
+        self._predicted.awaited -= {use for use, claim in self._claims[key].items() if claim.session == session}
 
     def over(self, now: float) -> list[Claim]:
         """Judge, and return, the claims whose time is over."""
-        late = [(key, one) for key, claims in self._claims.items() for one in claims.values() if one.until < now]
-        for key, claim in late:
-            self._judge(key, claim)
-        return [claim for _, claim in late]
+        late = [use for claims in self._claims.values() for use, claim in claims.items() if claim.until < now]
+        return [self._judge(use) for use in late]
 
-    def _judge(self, key: str, claim: Claim) -> None:
-        del self._claims[key][claim.last]
-        self.count(key, claim.last, ends=False, kept=claim.last not in self._predicted.awaited)
-        self._predicted.awaited.discard(claim.last)
+    def _judge(self, use: AwaitedUse) -> Claim:
+        self.count(use.key, use.depth, ends=False, kept=use not in self._predicted.awaited)
+        self._predicted.awaited.discard(use)
+        return self._claims[use.key].pop(use)
 
     def clear(self) -> None:
         """Forget the claims that wait to be judged."""

@@ -19,9 +19,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from itertools import count
 from math import exp, log2
+from typing import NamedTuple
 
 from pagewise_scheduler.core.memory.eviction import NUM_ENDINGS, PREEMPTED
-from pagewise_scheduler.core.memory.eviction_history import ENDED
+from pagewise_scheduler.core.memory.eviction_history import ENDED, key_of
 from pagewise_scheduler.core.memory.prefix_tree import CachedBlock, ancestors
 from pagewise_scheduler.core.memory.tick_times import TickTimes
 from pagewise_scheduler.core.memory.use_history import gittins_densities
@@ -57,9 +58,12 @@ def _span(age: float) -> int:
     return 0 if age < _BOUNDS[0] else min(_SPANS - 1, 1 + int(2 * log2(age * 32)))
 
 
+_SCALES = [1.19 * 2 ** (bucket / 2) for bucket in range(_BUCKETS)]
+"""The predicted time of each bucket, in seconds: the middle of the bucket."""
+
+
 def _scale(prediction: int) -> float:
-    """The predicted time, in seconds: the middle of its bucket."""
-    return 1.19 * 2 ** ((prediction - ENDED) % _BUCKETS / 2)
+    return _SCALES[(prediction - ENDED) % _BUCKETS]
 
 
 class _LifeTable:
@@ -160,7 +164,7 @@ class _LifeTable:
 class PredictedUses:
     """The predictions for the blocks of an executor: see ``CachedBlock.prediction`` and ``CachedBlock.session``.
 
-    ``now``: seconds. ``awaited``: blocks that leave this set with their next use.
+    ``now``: seconds. ``awaited``: uses that leave this set when they come.
     """
 
     def __init__(self) -> None:
@@ -168,7 +172,8 @@ class PredictedUses:
         self._tables = {source: _LifeTable() for source in (HINTS, TOOLS, PEOPLE)}
         self._sources: OrderedDict[tuple[int, tuple[str, ...]], tuple[int, str]] = OrderedDict()
         self._numbers = count(PEOPLE + 1)
-        self.awaited: set[CachedBlock] = set()
+        self._hints: dict[str, int] = {}
+        self.awaited: set[AwaitedUse] = set()
         self._next: tuple[CachedBlock, int, int, int] | None = None
         self._times = TickTimes()
         self._noted: tuple[int, float] | None = None
@@ -203,13 +208,16 @@ class PredictedUses:
                 del self._tables[self._sources.pop(oldest)[0]]
             source = next(self._numbers)
             self._sources[name] = source, key
-            self._tables[source] = _LifeTable(common if kind != HINTS else None)
+            self._tables[source] = _LifeTable(common)
         self._sources.move_to_end(name)
         return source
 
     def hints_of(self, key: str) -> int:
-        """Return the source of the hints of an API key."""
-        return self.source(HINTS, (key,), key)
+        """Return the source of the hints of an API key. It is never forgotten, because it has the key's trust."""
+        if (source := self._hints.get(key, 0)) == 0:
+            source = self._hints[key] = next(self._numbers)
+            self._tables[source] = _LifeTable()
+        return source
 
     def charge(self, source: int, share: float) -> None:
         """Multiply the values of a source's predictions by ``share`` from now on (see ``Trust``)."""
@@ -233,7 +241,7 @@ class PredictedUses:
         if ending == PREEMPTED or not blocks:
             return
         if self.awaited:
-            self.awaited.difference_update(blocks)
+            self.awaited -= {one for one in self.awaited if one.is_of(blocks)}
         session = prediction = parent = 0
         if announced is not None and announced[0] is blocks[-1]:
             _, session, prediction, parent = announced
@@ -261,6 +269,10 @@ class PredictedUses:
 
     def _age(self, last_used: int) -> float:
         return max(0.0, self.now - self._times.time_of(last_used, self.now))
+
+    def reaches(self, prediction: int, counted: int) -> float:
+        """After how many seconds ``reach`` learns more."""
+        return _BOUNDS[counted] * _scale(prediction)
 
     def reach(self, prediction: int, age: float, counted: int, key: str) -> int:
         """Learn that a session has not come back so many seconds after its prediction; see ``_LifeTable.reach``."""
@@ -290,6 +302,19 @@ class PredictedUses:
     def _table(self, source: int) -> _LifeTable:
         """The table of a source; that of no source in particular if it was forgotten."""
         return self._tables.get(source, self._tables[HINTS])
+
+
+class AwaitedUse(NamedTuple):
+    """The next use of a block, known by its content, for which advice of an API key waits: another node of the prefix
+    tree may have the block then. ``depth``, ``content``: of the block; see ``key_of``."""
+
+    key: str
+    depth: int
+    content: int
+
+    def is_of(self, blocks: list[CachedBlock]) -> bool:
+        """Whether it is a use of these blocks of a prefix, from the first one on."""
+        return self.depth <= len(blocks) and key_of(blocks[self.depth - 1]) == self.content
 
 
 def _is_new(block: CachedBlock) -> bool:

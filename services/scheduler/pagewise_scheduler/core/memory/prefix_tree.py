@@ -150,6 +150,16 @@ def ancestors(node: CachedBlock | None) -> Iterator[CachedBlock]:
         node = node.parent
 
 
+def left_behind(before: CachedBlock, last: CachedBlock) -> Iterator[CachedBlock]:
+    """The blocks up to ``before`` that are not among the blocks up to ``last``, the last one first."""
+    while before is not last and before.parent is not None:
+        if before.depth < last.depth and last.parent is not None:
+            last = last.parent
+        else:
+            yield before
+            before = before.parent
+
+
 def block_keys(tokens: bytes, block_size: int, num_tokens: int | None = None) -> Iterator[bytes]:
     """The tokens (int32 bytes) of each full block among the first ``num_tokens`` (None: all), cut as they are asked
     for."""

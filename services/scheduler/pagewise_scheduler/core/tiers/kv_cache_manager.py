@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
-from operator import attrgetter
 
 from pagewise_shared.block_hash import BlockHash
 from pagewise_shared.protocol import DEVICE
@@ -22,8 +21,6 @@ from pagewise_scheduler.core.tiers.pool import Pool
 from pagewise_scheduler.core.tiers.snapshot_watch import note_all, watch
 from pagewise_scheduler.core.tiers.tier import Copies, DemotionPolicy, Tier
 from pagewise_scheduler.core.tiers.window_hooks import WindowHooks
-
-_RECOVERABLE = attrgetter("recoverable")
 
 
 class KVCacheManager(WindowHooks):
@@ -185,7 +182,7 @@ class KVCacheManager(WindowHooks):
     def restore(self, cache_salt: str | None, tokens_of: Callable[[], bytes]) -> None:
         """Put the recoverable blocks of a sequence into the prefix tree. ``tokens_of``: returns its tokens as int32
         bytes."""
-        tiers = [*filter(_RECOVERABLE, self.tiers.values())]
+        tiers = [tier for tier in self.tiers.values() if tier.recoverable]
         if not tiers:
             return
         tokens, tree = tokens_of(), self.pool.tree
@@ -391,9 +388,11 @@ class KVCacheManager(WindowHooks):
 
         Other executors that still read its blocks release them in the old tiers, which are not used any more.
         """
-        pool = self.pool
+        pool, hashed = self.pool, self.hashed
         assert pool.num_in_use <= pool.num_remote_pins
         self.close("executor reset")
         self._build_tiers(pool.num_blocks, pool.policy, pool.counters, pool.tree.model_fingerprint)
+        for number, tier in self.hashed.items():
+            tier.watcher = hashed[number].watcher
         if pool.budgets is not None:
             pool.budgets.on_rebuilt()

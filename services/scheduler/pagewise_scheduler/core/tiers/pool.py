@@ -200,25 +200,26 @@ class Pool:
         self._count_evicted(kept=kept)
         return True
 
-    def _give_up(self, node: CachedBlock, copies: list[BlockCopy]) -> bool:
-        """Let go of the cached block of ``node``; returns whether a tier below keeps its content."""
+    def _give_up(self, node: CachedBlock, copies: list[BlockCopy], reason: LossReason = "evicted") -> bool:
+        """Let go of the cached block of ``node``; returns whether a tier below keeps its content. ``reason``: why it is
+        lost if none does."""
         kept = self.below is not None and self._demote(node, copies)
         self._leave(node)
         if not node.num_tiers:
-            self.drop(node)
+            self.drop(node, reason)
         for tier in self.lower if node.num_tiers else ():  # it may be the nearest one there now
             tier.offer(node)
         return kept
 
-    def evict_nodes(self, nodes: Iterable[CachedBlock]) -> Copies:
+    def evict_nodes(self, nodes: Iterable[CachedBlock], reason: LossReason = "evicted") -> Copies:
         """Evict the blocks of ``nodes``, the last one of a prefix first, as far as they may be evicted.
 
-        Returns the copies that keep their content.
+        Returns the copies that keep their content. ``reason``: why the others are lost.
         """
         copies: list[BlockCopy] = []
         for node in nodes:
             if self._rank(node) is not None:
-                self._count_evicted(kept=self._give_up(node, copies))
+                self._count_evicted(kept=self._give_up(node, copies, reason))
         return copies
 
     def _set_free(self, block: int) -> None:

@@ -38,12 +38,13 @@ def demote(kv: KVCacheManager, nodes: Sequence[CachedBlock], copies: list[BlockC
     ``copies``: the list to which the copies are added that keep them.
     """
     num_demoted = 0
+    kv.eviction_history.reserves_for(None)
     for node in nodes:
         if node.block < 0 or node.num_on_device or kv.pool.references(node.block):
             continue
         for group in kv.windows:
             group.evict(node, copies)
-        copies += kv.pool.evict_nodes([node])
+        copies += kv.pool.evict_nodes([node], "advice")
         num_demoted += node.block < 0
     return num_demoted
 
