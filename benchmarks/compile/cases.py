@@ -145,8 +145,7 @@ def _add_other_shapes() -> None:
         CASES[f"{kind} d128 bf16 kv int8"] = partial(_attention, bf16, INT8, 32, 8, 128, kind)
         for dim in (64, 96, 128, 256, 512):
             CASES[f"{kind} d{dim} bf16 kv int4"] = partial(_attention, bf16, INT4, 32, 8, dim, kind)
-        for dtype in (torch.float16, torch.float32):
-            CASES[f"{kind} d128 {_name(dtype)} kv int4"] = partial(_attention, dtype, INT4, 32, 8, 128, kind)
+        CASES[f"{kind} d128 fp16 kv int4"] = partial(_attention, torch.float16, INT4, 32, 8, 128, kind)
         CASES[f"{kind} d128 bf16 kv int4 deterministic"] = partial(
             _attention, bf16, INT4, 32, 8, 128, kind, deterministic=True
         )

@@ -86,12 +86,15 @@ def prefill_config(
         # Hopper has room for tiles of 128 tokens, which take a fifth fewer instructions per token than tiles of 64.
         # Float8 has to be converted, for which there are no registers left.
         return TileConfig(max(smallest, 128), 128 if is_hopper(device) and kv_bytes == 2 else 64, 8, 3)
-    if dim <= 256:  # four bits, whose numbers are made in registers, would spill 328 bytes per thread of 128 rows
+    # Four bits, whose numbers are made in registers, would spill 328 bytes per thread of larger tiles, and 848.
+    if dim <= 256:
         return TileConfig(max(smallest, 128 if is_hopper(device) and kv_dtype != INT4 else 64), 32, 8, 2)
+    if kv_dtype == INT4:
+        return TileConfig(smallest, 16, 8, 2)
     # The queries alone take 64 KiB of shared memory in rows of 64, for which only Hopper has room beside K and V. With
     # float8, which is converted, 652 bytes per thread of these rows would be spilled.
     rows = 64 if is_hopper(device) and kv_bytes == 2 else 32
-    return TileConfig(max(smallest, rows), 32 if is_hopper(device) and kv_dtype != INT4 else 16, 8, 2)
+    return TileConfig(max(smallest, rows), 32 if is_hopper(device) else 16, 8, 2)
 
 
 def deterministic_config(group: int, dim: int, kv_bytes: int, device: torch.device) -> TileConfig:

@@ -139,7 +139,9 @@ class ModelRunner:
         self._forward_pass, self._graphs = chosen.forward_pass, chosen.graphs
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
-        self._proposer = Proposer(loaded.draft, self._forward_pass, self._device) if loaded.draft is not None else None
+        self._proposer = None
+        if loaded.draft is not None:
+            self._proposer = Proposer(loaded.draft, self._forward_pass, self._device, ranks)
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
         block_format = self._add_tiers(config, loaded, kv_dtype, host_folder)
