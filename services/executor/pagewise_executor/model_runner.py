@@ -459,7 +459,8 @@ class ModelRunner:
         """Compute and sample a step: tokens, their log-probabilities, by row the prompts' log-probabilities, and the
         drafts behind it."""
         forced = self._thinking.forced(work, self._batch) if self._ranks.first else {}
-        if self._graphs is not None and len(work.decoding) and not work.chunks:
+        # The graphs of decodes, which also sample, leave nothing for a draft model.
+        if self._graphs is not None and len(work.decoding) and not work.chunks and not work.proposals:
             return *self._decode(self._graphs, work, forced), [], None
         tokens: torch.Tensor = torch.zeros(0, dtype=torch.int64)
         logprobs: LogprobsTensors | None = None

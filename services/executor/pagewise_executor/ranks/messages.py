@@ -17,6 +17,7 @@ from pagewise_shared.protocol import (
     LookUp,
     Message,
     SetStoredBudgets,
+    ProposingStepPlan,
     StepPlan,
     StoredDropped,
     StoredGone,
@@ -128,6 +129,7 @@ class Failed(Message, frozen=True):
 ToRank = (
     StepPlan
     | GroupedStepPlan
+    | ProposingStepPlan
     | Welcome
     | CancelCopies
     | LookUp
