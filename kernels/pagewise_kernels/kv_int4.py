@@ -77,7 +77,7 @@ def store_int4(to, x, there, DIM: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def dimensions(keys, DIM: tl.constexpr):
-    """The dimensions [DIM] of a head in the order in which ``load_int4`` reads them, or in their own for other types."""
+    """The dimensions [DIM] of a head in the order of ``load_int4``, or in their own for other types."""
     places = tl.arange(0, DIM)
     if keys.dtype.element_ty == tl.int32:
         # Of a word: the codes 0, 4, 1, 5, 2, 6, 3, 7.
@@ -87,9 +87,7 @@ def dimensions(keys, DIM: tl.constexpr):
 
 
 @called_by_kernels
-def load_int4(
-    at, seen, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr
-):
+def load_int4(at, seen, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr):
     """Keys or values in ``COMPUTE`` [tokens, DIM] at ``at`` [tokens], pointers to int32, see ``dimensions``.
 
     With ``MASKED``, those of tokens that are not ``seen`` [tokens] are zeros.

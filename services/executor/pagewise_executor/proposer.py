@@ -8,7 +8,7 @@ Drafts are drawn as tokens are: from the draft model's logits, with the row's co
 the random numbers of the token's position. So a draft of a random token is right as often as the two models give this
 token when they draw with the same random numbers, and not only if the token is the likeliest.
 
-With several ranks all of them compute the same passes. Rank 0, which alone samples, draws, and the others get its tokens.
+With several ranks all compute the same passes. Rank 0, which alone samples, draws, and sends the others the tokens.
 """
 
 from typing import NamedTuple
