@@ -21,7 +21,7 @@ from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_bloc
 from pagewise_kernels.decode_inputs import decode_inputs
 from pagewise_kernels.experts import choose_experts, sum_of_experts
 from pagewise_kernels.int4_linear import PackedInt4, int4_linear
-from pagewise_kernels.kv_layer import FP8, INT8, KVLayer, Scales
+from pagewise_kernels.kv_layer import FP8, GROUP, INT4, INT8, RECORD, KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.logprobs import token_logprobs
 from pagewise_kernels.lora import LoraLayer, LoraTiles, add_lora
@@ -48,7 +48,8 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _layer(dtype: torch.dtype, kv_heads: int, head_dim: int, block_size: int = 16) -> KVLayer:
-    pool = _empty(64, block_size, kv_heads, head_dim, dtype=dtype)
+    size = head_dim // GROUP * RECORD if dtype == INT4 else head_dim
+    pool = _empty(64, block_size, kv_heads, size, dtype=dtype)
     scale = _empty(64, block_size, kv_heads, dtype=torch.float32)
     return KVLayer(pool, pool, Scales(scale, scale) if dtype in (FP8, INT8) else None)
 
@@ -142,6 +143,12 @@ def _add_other_shapes() -> None:
             _attention, bf16, FP8, 32, 8, 128, kind, deterministic=True
         )
         CASES[f"{kind} d128 bf16 kv int8"] = partial(_attention, bf16, INT8, 32, 8, 128, kind)
+        for dim in (64, 96, 128, 256, 512):
+            CASES[f"{kind} d{dim} bf16 kv int4"] = partial(_attention, bf16, INT4, 32, 8, dim, kind)
+        CASES[f"{kind} d128 fp16 kv int4"] = partial(_attention, torch.float16, INT4, 32, 8, 128, kind)
+        CASES[f"{kind} d128 bf16 kv int4 deterministic"] = partial(
+            _attention, bf16, INT4, 32, 8, 128, kind, deterministic=True
+        )
         for block_size in (1, 3, 32, 256):
             CASES[f"{kind} d128 bf16 blocks of {block_size}"] = partial(
                 _attention, bf16, bf16, 32, 8, 128, kind, block_size=block_size
@@ -236,6 +243,8 @@ def _add_others() -> None:
     CASES["rope_write_kv bf16 kv fp8"] = partial(_rope_write_kv, torch.bfloat16, FP8)
     CASES["write_kv bf16 kv int8"] = partial(_write_kv, torch.bfloat16, INT8, 8, 128)
     CASES["rope_write_kv bf16 kv int8"] = partial(_rope_write_kv, torch.bfloat16, INT8)
+    CASES["write_kv bf16 kv int4"] = partial(_write_kv, torch.bfloat16, INT4, 8, 128)
+    CASES["rope_write_kv bf16 kv int4"] = partial(_rope_write_kv, torch.bfloat16, INT4)
     CASES["write_kv fp16 d80"] = partial(_write_kv, torch.float16, torch.float16, 32, 80)
     CASES["blocks"] = _blocks
     for dtype in (torch.bfloat16, torch.float32):

@@ -28,8 +28,9 @@ class KVLayer:
     key, so that writing the keys writes them as well. In other layers ``latent`` is 0. There the end of a key and the
     beginning of its value may be the same ``shared`` elements, to which both write the same numbers.
 
-    They are checked here, once for a pool, and not at each launch. ``strides``: of a block, a token and a head;
-    ``scale_strides``: the same of the scales, or zeros. ``scale_pointers``: the scales, or placeholders.
+    They are checked here, once for a pool, and not at each launch. ``pointers``: keys and values as Triton kernels take
+    them, in four bits as words of 32 bits; ``strides``: of a block, a token and a head there. ``scale_strides``: the
+    same of the scales, or zeros. ``scale_pointers``: the scales, or placeholders.
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
@@ -45,6 +46,7 @@ class KVLayer:
     shared: int = field(init=False)
     dtype: torch.dtype = field(init=False)
     strides: tuple[int, ...] = field(init=False)
+    pointers: tuple[torch.Tensor, torch.Tensor] = field(init=False)
     scale_strides: tuple[int, ...] = field(init=False)
     scale_pointers: Scales = field(init=False)
 
@@ -78,8 +80,9 @@ class KVLayer:
         self.latent = values.shape[3] if values.shape[3] < size else 0
         distance = (values.data_ptr() - keys.data_ptr()) // keys.itemsize
         self.shared = size - distance if not self.latent and 0 < distance < size else 0
-        self.dtype, self.strides, self.scale_strides = keys.dtype, keys.stride()[:3], (0, 0, 0)
-        self.scale_pointers = Scales(keys, values)
+        self.pointers = (keys.view(torch.int32), values.view(torch.int32)) if keys.dtype == INT4 else (keys, values)
+        self.dtype, self.strides, self.scale_strides = keys.dtype, self.pointers[0].stride()[:3], (0, 0, 0)
+        self.scale_pointers = Scales(*self.pointers)
         if self.scales is not None:
             _check_scales(self.scales, keys)
             self.scale_pointers, self.scale_strides = self.scales, self.scales.keys.stride()
@@ -90,7 +93,7 @@ class KVLayer:
         Raises:
             ValueError: shapes or strides do not fit. TypeError: types do not.
         """
-        if new.dim() != 3 or new.shape[1:] != self.keys.shape[2:] or slots.shape != new.shape[:1]:
+        if new.dim() != 3 or new.shape[1:] != (self.kv_heads, self.head_dim) or slots.shape != new.shape[:1]:
             raise ValueError(
                 f"new keys and values {list(new.shape)} do not go into a pool {list(self.keys.shape)} by slots "
                 f"{list(slots.shape)}"
@@ -98,7 +101,7 @@ class KVLayer:
         if new.stride(2) != 1:
             raise ValueError("the elements of a head lie next to each other in new keys and values")
         check_slots(slots)
-        if self.dtype not in (new.dtype, FP8, INT8):
+        if self.dtype not in (new.dtype, FP8, INT8, INT4):
             raise TypeError(f"a pool of {self.dtype} does not take {new.dtype}")
 
 

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
+from pagewise_kernels.kv_int4 import store_int4
 from pagewise_kernels.kv_layer import INT8, KVLayer
 from pagewise_kernels.launch import check_device, interpreted, launch
 from pagewise_kernels.shapes import power_of_two
@@ -71,6 +72,11 @@ def write_kv_kernel(
             scaled_k, scaled_v = rounded_kv(scaled_k, MOST, ROUND_FIRST), rounded_kv(scaled_v, MOST, ROUND_FIRST)
             tl.store(k_at, scaled_k.to(keys.dtype.element_ty), mask=inside)
             tl.store(v_at, scaled_v.to(values.dtype.element_ty), mask=inside)
+        elif keys.dtype.element_ty == tl.int32:
+            k_to = keys + block * stride_kb + offset * stride_kt + heads * stride_kh
+            v_to = values + block * stride_vb + offset * stride_vt + heads * stride_vh
+            store_int4(k_to, k.to(tl.float32), heads < HEADS, DIM, HEAD_DIM)
+            store_int4(v_to, v.to(tl.float32), heads < HEADS, DIM, HEAD_DIM)
         else:
             tl.store(k_at, k, mask=inside)
             tl.store(v_at, v, mask=inside)
@@ -86,14 +92,14 @@ def write_kv(new_keys: torch.Tensor, new_values: torch.Tensor, layer: KVLayer, s
 
     new_keys, new_values [tokens, kv_heads, head_dim]; of latents, the values are not read. slots int32 or int64
     [tokens], no two alike. In a pool of float8_e4m3fn or int8 each token and head is scaled by its own greatest value,
-    which is written to the scales of the layer.
+    which is written to the scales of the layer. In four bits it becomes records (``kv_int4``).
 
     Raises:
         ValueError: shapes, strides or devices do not fit. TypeError: types do not.
     """
-    values = layer.values
+    keys, values = layer.pointers
     if layer.latent:  # the same numbers are written to the same place twice
-        new_values, values = new_keys, layer.keys
+        new_values, values = new_keys, keys
     if new_keys.shape != new_values.shape or new_keys.dtype != new_values.dtype or new_values.stride(-1) != 1:
         raise ValueError(
             f"new keys and values are alike, not {new_keys.dtype} {list(new_keys.shape)} and {new_values.dtype} "
@@ -105,7 +111,7 @@ def write_kv(new_keys: torch.Tensor, new_values: torch.Tensor, layer: KVLayer, s
     launch(
         write_kv_kernel,
         (tokens,),
-        new_keys, new_values, layer.keys, values, *layer.scale_pointers, slots,
+        new_keys, new_values, keys, values, *layer.scale_pointers, slots,
         new_keys.stride(0), new_keys.stride(1), new_values.stride(0), new_values.stride(1),
         *layer.strides, *layer.strides, *layer.scale_strides,
         BLOCK_SIZE=layer.block_size, HEADS=heads, HEADS_PADDED=power_of_two(heads), HEAD_DIM=head_dim,

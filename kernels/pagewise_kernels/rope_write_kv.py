@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pagewise_kernels.dependent_launch import wait_for_predecessor
+from pagewise_kernels.kv_int4 import store_int4
 from pagewise_kernels.kv_layer import KVLayer
 from pagewise_kernels.kv_write import most_of, rounded_kv
 from pagewise_kernels.launch import check_device, interpreted, launch
@@ -16,6 +17,35 @@ from pagewise_kernels.shapes import power_of_two
 
 _TILE = 1024
 """Pairs of elements that a program turns: eight for each of its threads, of which 16 bits are one access."""
+
+
+@triton.jit
+def whole_heads(
+    at, cos, sin, norm, is_key, is_value, eps, HALF: tl.constexpr, DIM: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Keys and values float32 [rows, DIM] as the kernel rotates them, where neighbouring elements share a record.
+
+    ``at``, ``norm`` [rows]: their heads and weights. Each element ``x`` of a key is turned against the ``other`` of its
+    pair.
+    """
+    kind = at.dtype.element_ty
+    dims = tl.arange(0, DIM)
+    in_head = (dims < 2 * HALF)[None, :]
+    others = (dims + HALF) % (2 * HALF)
+    inside, weighed = (is_key | is_value)[:, None] & in_head, is_key[:, None] & in_head
+    x = tl.load(at[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(at[:, None] + others[None, :], mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(cos + dims % HALF).to(tl.float32)[None, :]
+    s = tl.load(sin + dims % HALF).to(tl.float32)[None, :]
+    a, b = x, other
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(a * a, 1) / (2 * HALF) + eps)[:, None]
+        weight = tl.load(norm[:, None] + dims[None, :], mask=weighed, other=0.0).to(tl.float32)
+        its_weight = tl.load(norm[:, None] + others[None, :], mask=weighed, other=0.0).to(tl.float32)
+        a = ((a * scale).to(kind).to(tl.float32) * weight).to(kind).to(tl.float32)
+        b = ((b * scale).to(kind).to(tl.float32) * its_weight).to(kind).to(tl.float32)
+    turned = tl.where((dims < HALF)[None, :], a * c - b * s, a * c + b * s)
+    return tl.where(is_key[:, None], turned, x).to(kind).to(tl.float32)
 
 
 @triton.jit
@@ -41,9 +71,9 @@ def rope_write_kv_kernel(
     wait_for_predecessor(PDL)
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    angle = tl.load(positions + token) * stride_cos + dims
-    c = tl.load(cos + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    angle_at = tl.load(positions + token) * stride_cos
+    c = tl.load(cos + angle_at + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle_at + dims, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
     # Rounded after each operation, as the models do it.
     kind = qkv.dtype.element_ty
     a, b = first, second
@@ -62,24 +92,33 @@ def rope_write_kv_kernel(
     if slot >= 0:
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         k_head, v_head = rows - HEADS, rows - HEADS - KV_HEADS
-        k_at = keys + block * stride_kb + offset * stride_kt + k_head[:, None] * stride_kh + dims[None, :]
-        v_at = values + block * stride_vb + offset * stride_vt + v_head[:, None] * stride_vh + dims[None, :]
-        if HAS_SCALES:
-            a, b = first.to(tl.float32), second.to(tl.float32)
-            most = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)
-            own = tl.maximum(most, 1e-12) / MOST
-            scale_at = block * stride_sb + offset * stride_st
-            tl.store(k_scales + scale_at + k_head * stride_sh, own, mask=is_key)
-            tl.store(v_scales + scale_at + v_head * stride_sh, own, mask=is_value)
-            a = rounded_kv(a / own[:, None], MOST, ROUND_FIRST)
-            b = rounded_kv(b / own[:, None], MOST, ROUND_FIRST)
-            stored_first, stored_second = a.to(keys.dtype.element_ty), b.to(keys.dtype.element_ty)
+        if keys.dtype.element_ty == tl.int32:
+            k_at = keys + block * stride_kb + offset * stride_kt + k_head * stride_kh
+            v_at = values + block * stride_vb + offset * stride_vt + v_head * stride_vh
+            x = whole_heads(
+                qkv + token * stride_token + rows * stride_head, cos + angle_at, sin + angle_at,
+                head_norm + rows * (2 * HALF), is_key, is_value, eps, HALF, 2 * HALF_PADDED, HAS_NORM,
+            )  # fmt: skip
+            store_int4(tl.where(is_key, k_at, v_at), x, is_key | is_value, 2 * HALF_PADDED, 2 * HALF)
         else:
-            stored_first, stored_second = first, second
-        tl.store(k_at, stored_first, mask=is_key[:, None] & in_head)
-        tl.store(k_at + HALF, stored_second, mask=is_key[:, None] & in_head)
-        tl.store(v_at, stored_first, mask=is_value[:, None] & in_head)
-        tl.store(v_at + HALF, stored_second, mask=is_value[:, None] & in_head)
+            k_at = keys + block * stride_kb + offset * stride_kt + k_head[:, None] * stride_kh + dims[None, :]
+            v_at = values + block * stride_vb + offset * stride_vt + v_head[:, None] * stride_vh + dims[None, :]
+            if HAS_SCALES:
+                a, b = first.to(tl.float32), second.to(tl.float32)
+                most = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)
+                own = tl.maximum(most, 1e-12) / MOST
+                scale_at = block * stride_sb + offset * stride_st
+                tl.store(k_scales + scale_at + k_head * stride_sh, own, mask=is_key)
+                tl.store(v_scales + scale_at + v_head * stride_sh, own, mask=is_value)
+                a = rounded_kv(a / own[:, None], MOST, ROUND_FIRST)
+                b = rounded_kv(b / own[:, None], MOST, ROUND_FIRST)
+                stored_first, stored_second = a.to(keys.dtype.element_ty), b.to(keys.dtype.element_ty)
+            else:
+                stored_first, stored_second = first, second
+            tl.store(k_at, stored_first, mask=is_key[:, None] & in_head)
+            tl.store(k_at + HALF, stored_second, mask=is_key[:, None] & in_head)
+            tl.store(v_at, stored_first, mask=is_value[:, None] & in_head)
+            tl.store(v_at + HALF, stored_second, mask=is_value[:, None] & in_head)
 
 
 def rope_write_kv(
@@ -115,7 +154,7 @@ def rope_write_kv(
     launch(
         rope_write_kv_kernel,
         (tokens, triton.cdiv(rows, tile_rows)),
-        qkv, positions, cos, sin, norm, layer.keys, layer.values, *layer.scale_pointers, slots,
+        qkv, positions, cos, sin, norm, *layer.pointers, *layer.scale_pointers, slots,
         qkv.stride(0), qkv.stride(1), cos.stride(0),
         *layer.strides, *layer.strides, *layer.scale_strides, float(eps),
         HEADS=rows - 2 * kv_heads, KV_HEADS=kv_heads, HALF=half, HALF_PADDED=padded, ROWS=tile_rows,

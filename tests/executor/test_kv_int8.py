@@ -1,4 +1,4 @@
-"""KV in eight and four bits on the CPU: logits near the exact ones, and the same tokens however blocks come and go."""
+"""KV in eight and four bits: logits near the exact ones, and the same tokens however blocks come and go."""
 
 import random
 from pathlib import Path
@@ -27,9 +27,10 @@ llama = model_fixture("llama", seed=7, head_dim=32)
 BITS = ("int8", "int4")
 
 
-def small_runner(path: Path, kv_dtype: str, **options: object) -> ModelRunner:
-    need_cpu_kernels()
-    return build_runner(path, kernels="cpu", kv_dtype=kv_dtype, **options)
+def small_runner(path: Path, kv_dtype: str, *, kernels: str = "cpu", **options: object) -> ModelRunner:
+    if kernels == "cpu":
+        need_cpu_kernels()
+    return build_runner(path, kernels=kernels, kv_dtype=kv_dtype, **options)
 
 
 def attend_to(rounded: Rounding) -> Any:
@@ -45,16 +46,23 @@ def attend_to(rounded: Rounding) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_dtype"),
-    [*((family, kv_dtype) for family in FAMILIES for kv_dtype in BITS), ("gemma4", "int8"), ("gemma4_moe", "int8")],
+    ("family", "kv_dtype", "kernels"),
+    [
+        *((family, kv_dtype, "cpu") for family in FAMILIES for kv_dtype in BITS),
+        ("gemma4", "int8", "cpu"),
+        ("gemma4_moe", "int8", "cpu"),
+        ("qwen3", "int4", "triton"),
+    ],
 )
-def test_logits_are_those_of_transformers_with_rounded_kv(family: str, kv_dtype: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers_with_rounded_kv(
+    family: str, kv_dtype: str, kernels: str, tmp_path: Path
+) -> None:
     AttentionInterface.register("rounded", attend_to({"int8": to_int8, "int4": to_int4}[kv_dtype]))
     AttentionMaskInterface.register("rounded", sdpa_mask)
-    build_model(family, tmp_path, seed=7, **({"head_dim": 32} if family in FAMILIES else {}))
+    build_model(family, tmp_path, seed=7, **({} if family.startswith("gemma4") else {"head_dim": 32}))
     prompt = list(range(5, 50))
-    runner = small_runner(tmp_path, kv_dtype)
-    _, outputs = run_requests(runner, [request(prompt, 1, prompt_logprobs=0)], max_num_batched_tokens=7)
+    runner = small_runner(tmp_path, kv_dtype, kernels=kernels)
+    _, outputs = run_requests(runner, [request(prompt, 1, prompt_logprobs=0)], max_num_batched_tokens=23)
     runner.close()
     found = [entry.logprob for out in outputs for _, entries in out.prompt_logprobs for entry in entries]
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="rounded")
@@ -97,7 +105,7 @@ def test_four_bits_need_heads_of_whole_groups(tmp_path: Path) -> None:
     build_model("llama", tmp_path)
     with pytest.raises(ModelError, match="heads of 12 numbers are no multiple of 32"):
         small_runner(tmp_path, "int4")
-    with pytest.raises(ModelError, match="int4 needs the CPU operations in C"):
+    with pytest.raises(ModelError, match="int4 needs the Triton kernels, or the CPU operations in C"):
         build_runner(tmp_path, kernels="torch", kv_dtype="int4")
 
 

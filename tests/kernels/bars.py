@@ -80,6 +80,9 @@ _OF_3_7: Bars = _OF_3_9 | {
     ("decode d128 bf16 kv fp8", "decode_attention_kernel"): Bar(168, (870, 380)),
     ("decode d128 bf16 kv int8", "decode_attention_kernel"): Bar(168, (1005, 380)),
     ("prefill d128 bf16 kv int8", "attention_kernel"): Bar(255, (780, 935)),
+    # Tiles of 64 tokens, of which each number is made in registers.
+    ("decode d128 bf16 kv int4", "decode_attention_kernel"): Bar(168, (960, 385)),
+    ("prefill d128 bf16 kv int4", "attention_kernel"): Bar(255, (570, 825), spilled=28),
     ("prefill d128 bf16 kv bf16", "attention_kernel"): Bar(255, (640, 1045)),
     ("silu_mul bf16", "silu_mul_kernel"): Bar(34, (295,)),
     # A turn of the loop reads 4 KiB of codes, 8 or 16, which are 2 weights in a byte. Other versions have no bars yet.

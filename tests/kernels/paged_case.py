@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from pagewise_kernels.attention import Chunk, DecodePlan, PrefillPlan, decode_attention, prefill_attention
 from pagewise_kernels.attention.config import LARGEST_TILE
-from pagewise_kernels.kv_layer import KVLayer, Scales
+from pagewise_kernels.kv_int4 import unpack
+from pagewise_kernels.kv_layer import GROUP, INT4, RECORD, KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 
 from tests.kernels import oracles
@@ -30,6 +31,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     fp8: bool = False
     int8: bool = False
+    int4: bool = False
     heads_first: bool = False
     has_sinks: bool = False
     attention_chunk: int | None = None
@@ -59,6 +61,12 @@ class Case:
             self.stored = stored
             pairs = zip(stored, (self.scales.keys, self.scales.values), strict=True)
             self.keys, self.values = (s.float() * scale[..., None] for s, scale in pairs)
+        elif self.int4:
+            size = self.head_dim // GROUP * RECORD
+            self.stored = [torch.zeros(*shape[:3], size, dtype=torch.uint8, device=device).view(INT4) for _ in range(2)]
+            slots = torch.arange(num_blocks * self.block_size, device=device)
+            write_kv(self.keys.flatten(0, 1), self.values.flatten(0, 1), KVLayer(*self.stored), slots)
+            self.keys, self.values = map(unpack, self.stored)
         else:
             self.stored = [self.keys, self.values]
         self.layer = KVLayer(*self.stored, self.scales)
@@ -136,6 +144,8 @@ SMALL = {
     "sinks, window and softcap": Case(has_sinks=True, window=20, softcap=5.0),
     "int8": Case(int8=True, heads=8, head_dim=32),
     "int8, bfloat16": Case(int8=True, dtype=torch.bfloat16, head_dim=24, window=20),
+    "int4": Case(int4=True, heads=8, head_dim=32),
+    "int4, odd head size, window": Case(int4=True, dtype=torch.bfloat16, head_dim=96, window=20),
     "sinks, fp8": Case(has_sinks=True, fp8=True, heads=8, dtype=torch.bfloat16),
     "fp8, float16": Case(fp8=True, dtype=torch.float16, head_dim=24),
 }

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pagewise_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from pagewise_kernels.cpu.small_blocks import SmallBlocks
 from pagewise_kernels.decode_inputs import decode_inputs
-from pagewise_kernels.kv_layer import FP8, INT8, KVLayer, Scales
+from pagewise_kernels.kv_int4 import unpack
+from pagewise_kernels.kv_layer import FP8, GROUP, INT4, INT8, RECORD, KVLayer, Scales
 from pagewise_kernels.kv_write import write_kv
 from pagewise_kernels.matmul import linear
 from pagewise_kernels.quantised import quantise_rows
@@ -14,6 +17,7 @@ from pagewise_kernels.rms_norm import rms_norm, rounded_rms_norm
 from pagewise_kernels.rope_write_kv import rope_write_kv
 from pagewise_kernels.silu_mul import silu_mul
 
+from tests.cpu_kernels import need_cpu_kernels
 from tests.kernels import oracles
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -330,3 +334,46 @@ def test_wrong_shapes_are_refused() -> None:
         silu_mul(torch.zeros(4, 7))
     with pytest.raises(ValueError, match="run on"):
         silu_mul(torch.zeros(4, 8, device="meta"))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("head_dim", [32, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kv_in_four_bits_is_written_as_by_the_operations_in_c(dtype: torch.dtype, head_dim: int) -> None:
+    """Alone, and by the kernel that rotates keys."""
+    need_cpu_kernels()
+    heads, kv_heads, tokens, eps = 3, 2, 4, 1e-6
+    qkv = 10 * torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
+    qkv[1, heads] = 0.3
+    qkv[2, -1] = 1.0000001e-3
+    norm = torch.randn(heads + kv_heads, head_dim).to(dtype)
+    angles, positions = torch.randn(9, head_dim // 2), torch.tensor([8, 1, 0, 4])
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    slots = torch.tensor([5, 2, 3, 0])
+    rotated = [torch.zeros(3, 2, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    rope_write_kv(qkv.clone(), positions, cos, sin, KVLayer(*rotated), slots, head_norm=norm, eps=eps)
+    k, v = (part.flatten(0, 1)[slots] for part in rotated)
+    size = head_dim // GROUP * RECORD
+    both = [torch.zeros(3, 2, kv_heads, size, dtype=torch.uint8).view(INT4) for _ in range(2)]
+    write_kv(k, v, KVLayer(*both), slots)
+    fused = [torch.zeros(3, 2, kv_heads, size, dtype=torch.uint8).view(INT4) for _ in range(2)]
+    rope_write_kv(qkv, positions, cos, sin, KVLayer(*fused), slots, head_norm=norm, eps=eps)
+    blocks = SmallBlocks(kv_heads * head_dim * dtype.itemsize, head_dim, dtype, 4)
+    for new, *pools in zip((k, v), both, fused, strict=True):
+        expected = np.zeros((tokens, blocks.num_bytes), np.uint8)
+        blocks.shrink(new.flatten(1).view(torch.uint8).numpy(), expected)
+        for pool in pools:
+            found = pool.view(torch.uint8).flatten(0, 1)
+            assert torch.equal(found[slots].flatten(1), torch.from_numpy(expected))
+            assert not found[[1, 4]].any()
+
+
+@pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_makes_its_group_in_four_bits_nan(bad: float) -> None:
+    new = torch.randn(1, 1, 64)
+    new[0, 0, 5] = bad
+    pool = [torch.zeros(1, 1, 1, 2 * RECORD, dtype=torch.uint8).view(INT4) for _ in range(2)]
+    write_kv(new, new, KVLayer(*pool), torch.zeros(1, dtype=torch.int64))
+    assert unpack(pool[0]).isnan().flatten().tolist() == [True] * 32 + [False] * 32

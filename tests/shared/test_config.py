@@ -87,11 +87,6 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         (["--speculative-config", '{"method": "mtp", "model": "x"}'], {}, "mtp has its model in the checkpoint"),
         (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 17}'], {}, "Expected `int` <= 16"),
         (
-            ["--speculative-config", '{"method": "mtp"}', "--tensor-parallel", "2"],
-            {},
-            "mtp cannot be used with --tensor-parallel",
-        ),
-        (
             ["--speculative", '{"num_speculative_tokens": 3, "prompt_lookup_min": 4, "prompt_lookup_max": 3}'],
             {},
             "prompt_lookup_min is greater than prompt_lookup_max",

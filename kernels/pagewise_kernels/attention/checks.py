@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from pagewise_kernels.attention.config import LARGEST_TILE
-from pagewise_kernels.kv_layer import FP8, INT8, KVLayer
+from pagewise_kernels.kv_layer import FP8, INT4, INT8, KVLayer
 from pagewise_kernels.launch import check_device
 from pagewise_kernels.shapes import power_of_two
 
@@ -48,9 +48,9 @@ def check_attention(q: torch.Tensor, layer: KVLayer, tables: torch.Tensor, sinks
         )
     if tables.dim() != 2 or tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise TypeError(f"block tables are int32 [rows, blocks], not {tables.dtype} {list(tables.shape)}")
-    if q.dtype not in _TYPES or layer.dtype not in (q.dtype, FP8, INT8):
+    if q.dtype not in _TYPES or layer.dtype not in (q.dtype, FP8, INT8, INT4):
         raise TypeError(
-            "q is float32, float16 or bfloat16, and keys and values are like q, float8_e4m3fn or int8, not "
+            "q is float32, float16 or bfloat16, and keys and values are like q or in fewer bits, not "
             f"{q.dtype} and {layer.dtype}"
         )
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype not in _TYPES or not sinks.is_contiguous()):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pagewise_kernels.kv_layer import INT4
 from pagewise_kernels.launch import interpreted, is_hopper, num_sms
 from pagewise_kernels.shapes import power_of_two
 
@@ -31,12 +32,13 @@ LARGEST_TILE = 128 if not interpreted() else 16
 
 
 def decode_config(
-    group: int, dim: int, kv_bytes: int, device: torch.device, deterministic: bool, rotated: int = 0
+    group: int, dim: int, kv_dtype: torch.dtype, device: torch.device, deterministic: bool, rotated: int = 0
 ) -> TileConfig:
-    """For one query per sequence: ``group`` query heads of ``dim`` (a power of two), KV of ``kv_bytes`` an element.
+    """For one query per sequence: ``group`` query heads of ``dim`` (a power of two).
 
     ``rotated``: see ``latents``; 0: K and V are kept.
     """
+    kv_bytes = kv_dtype.itemsize
     if rotated:
         return latent_config(1, group, kv_bytes, device)
     rows = max(16, power_of_two(group))
@@ -49,8 +51,8 @@ def decode_config(
     if rows >= 64 and kv_bytes < 4:  # many heads share K and V: with four warps, sums do not fit into registers
         return TileConfig(rows, min(64, 8192 // dim), 8, 3, programs=1)
     # Two buffers of about 16 KiB of K and as much of V: three programs fit into the shared memory of Hopper, two into
-    # that of other devices.
-    tile = max(16, min(128, 16384 // (dim * kv_bytes)))
+    # that of other devices. Four bits become numbers of 16 bits there.
+    tile = max(16, min(128, 16384 // (dim * (2 if kv_dtype == INT4 else kv_bytes))))
     if kv_bytes == 4:
         # Two buffers of heads of 512 take 97 KiB: but for Hopper, a multiprocessor has room for one program.
         one = dim > 256 and not is_hopper(device)
@@ -65,9 +67,11 @@ def decode_configs(group: int) -> list[TileConfig]:
 
 
 def prefill_config(
-    longest: int, group: int, dim: int, kv_bytes: int, device: torch.device, deterministic: bool, rotated: int = 0
-) -> TileConfig:
+    longest: int, group: int, dim: int, kv_dtype: torch.dtype, device: torch.device, deterministic: bool,
+    rotated: int = 0,
+) -> TileConfig:  # fmt: skip
     """For chunks of which the longest has ``longest`` queries. ``rotated``: see ``decode_config``."""
+    kv_bytes = kv_dtype.itemsize
     if rotated:
         return latent_config(longest, group, kv_bytes, device)
     smallest = max(16, power_of_two(group))
@@ -82,8 +86,11 @@ def prefill_config(
         # Hopper has room for tiles of 128 tokens, which take a fifth fewer instructions per token than tiles of 64.
         # Float8 has to be converted, for which there are no registers left.
         return TileConfig(max(smallest, 128), 128 if is_hopper(device) and kv_bytes == 2 else 64, 8, 3)
+    # Four bits, whose numbers are made in registers, would spill 328 bytes per thread of larger tiles, and 848.
     if dim <= 256:
-        return TileConfig(max(smallest, 128 if is_hopper(device) else 64), 32, 8, 2)
+        return TileConfig(max(smallest, 128 if is_hopper(device) and kv_dtype != INT4 else 64), 32, 8, 2)
+    if kv_dtype == INT4:
+        return TileConfig(smallest, 16, 8, 2)
     # The queries alone take 64 KiB of shared memory in rows of 64, for which only Hopper has room beside K and V. With
     # float8, which is converted, 652 bytes per thread of these rows would be spilled.
     rows = 64 if is_hopper(device) and kv_bytes == 2 else 32

@@ -52,7 +52,7 @@ class DecodePlan:
         self.window, self._attention_chunk = window, attention_chunk
         self.deterministic = deterministic
         self.config: TileConfig = config or decode_config(
-            heads // kv_heads, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic, rotated
+            heads // kv_heads, max(16, power_of_two(head_dim)), kv_dtype, device, deterministic, rotated
         )
         # One program for each run and KV head.
         num_runs = max(1, decode_programs(device, self.config) // kv_heads)

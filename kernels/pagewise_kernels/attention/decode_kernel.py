@@ -23,6 +23,7 @@ from pagewise_kernels.attention.tiles import (
     weigh,
 )
 from pagewise_kernels.dependent_launch import wait_for_predecessor
+from pagewise_kernels.kv_int4 import dimensions, load_int4
 from pagewise_kernels.launch import called_by_kernels, interpreted
 
 DECODE_FIELDS = 9
@@ -91,6 +92,7 @@ def attend_context(
     high = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     IS_INT8: tl.constexpr = keys.dtype.element_ty == tl.int8
+    IS_INT4: tl.constexpr = keys.dtype.element_ty == tl.int32
     EACH: tl.constexpr = 2 if PAIRS else 1
     ZERO: tl.constexpr = 0 if PAIRS else 0.0
     acc = tl.zeros([M, DIM // EACH], tl.float32)
@@ -107,10 +109,14 @@ def attend_context(
         if HAS_WINDOW:
             seen = seen & (tokens >= start)
         blocks = block_ids(table, tile, stop, BLOCK_SIZE, TILE, True, RING)
-        at = (token_offsets(blocks, tile, stride_b, stride_t, BLOCK_SIZE, TILE) // EACH)[:, None] + columns[None, :]
+        tokens_at = token_offsets(blocks, tile, stride_b, stride_t, BLOCK_SIZE, TILE)
+        at = (tokens_at // EACH)[:, None] + columns[None, :]
         # Keys of tokens that are not there are some memory of the pool: their scores are masked. Values would be
         # multiplied by a weight of 0, which takes numbers.
-        if HEAD_DIM == DIM:
+        if IS_INT4:
+            k = load_int4(keys + tokens_at, seen, HEAD_DIM, DIM, False, COMPUTE)
+            v = load_int4(values + tokens_at, seen, HEAD_DIM, DIM, True, COMPUTE)
+        elif HEAD_DIM == DIM:
             k = tl.load(keys + at)
             v = tl.load(values + at, mask=seen[:, None], other=ZERO)
         else:
@@ -173,7 +179,7 @@ def decode_attention_kernel(
     ``HAS_SINKS``: ``sinks`` [heads] has a sink of each query head. ``RING``: see ``block_ids``.
     """
     rows = tl.arange(0, M)
-    dims = tl.arange(0, DIM)
+    dims = dimensions(keys, DIM)
     program = tl.program_id(0)
     head = program % KV_HEADS
     unit = program // KV_HEADS

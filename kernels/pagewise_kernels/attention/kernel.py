@@ -9,6 +9,7 @@ import triton.language as tl
 
 from pagewise_kernels.attention.tiles import attend_stretch, finish, merge, prepared_queries, row_offsets
 from pagewise_kernels.dependent_launch import wait_for_predecessor
+from pagewise_kernels.kv_int4 import dimensions
 
 UNIT_FIELDS = 5
 """first query, number of queries, row of the block tables, first and last context token (exclusive)."""
@@ -47,7 +48,7 @@ def attention_kernel(
     (0: never). ``HAS_SINKS``: ``sinks`` [heads] has a sink of each query head. ``RING``: see ``block_ids``.
     """
     rows = tl.arange(0, M)
-    dims = tl.arange(0, DIM)
+    dims = dimensions(keys, DIM)
     program = tl.program_id(0)
     wait_for_predecessor(PDL)
     for item in range(program, tl.load(num_units) * KV_HEADS, tl.num_programs(0)):

@@ -56,7 +56,7 @@ class PrefillPlan:
         self.window = window
         self.deterministic = deterministic
         self.config: TileConfig = config or prefill_config(
-            longest, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic, rotated
+            longest, group, max(16, power_of_two(head_dim)), kv_dtype, device, deterministic, rotated
         )
         self.groups = kv_heads
         units = _units(chunks, self.config.rows // group, self.config.tile, window, attention_chunk)
@@ -106,7 +106,7 @@ class StaticPrefillPlan:
         group, device = heads // kv_heads, units.device
         self.window, self.deterministic, self._attention_chunk = window, deterministic, attention_chunk
         self.config: TileConfig = prefill_config(
-            size, group, max(16, power_of_two(head_dim)), kv_dtype.itemsize, device, deterministic, rotated
+            size, group, max(16, power_of_two(head_dim)), kv_dtype, device, deterministic, rotated
         )
         self.groups = kv_heads
         self._queries = self.config.rows // group

@@ -60,7 +60,7 @@ def run_prefill(
     launch(
         attention_kernel,
         (programs,),
-        q, layer.keys, layer.values, *layer.scale_pointers, out, tables, positions, units, num_units,
+        q, *layer.pointers, *layer.scale_pointers, out, tables, positions, units, num_units,
         q if sinks is None else sinks,
         *q.stride()[:2], *layer.strides, *layer.strides, *layer.scale_strides, *out.stride()[:2],
         tables.stride(0),
@@ -94,7 +94,7 @@ def run_decode(
     launch(
         decode_attention_kernel,
         (programs,),
-        q, layer.keys, layer.values, *layer.scale_pointers, out, parts.values, parts.highs, parts.totals, tables, units,
+        q, *layer.pointers, *layer.scale_pointers, out, parts.values, parts.highs, parts.totals, tables, units,
         parts.first, parts.number, parts.arrivals, units if order is None else order,
         q if sinks is None else sinks,
         *q.stride()[:2], *layer.strides, *layer.scale_strides, *out.stride()[:2], tables.stride(0),
@@ -126,7 +126,8 @@ def _options(
 ) -> dict[str, object]:
     """Return the constants and options that both kernels are compiled with.
 
-    KV in eight bits becomes float16, which holds all of its values; float8 in one instruction for two of them.
+    KV in eight bits becomes float16, which holds all of its values; float8 in one instruction for two of them. KV in
+    four bits becomes numbers in the type of the queries.
     """
     if layer.scales is not None and q.dtype != torch.float32:
         compute = tl.float16

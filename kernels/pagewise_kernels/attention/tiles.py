@@ -6,6 +6,8 @@ Online softmax after Milakov and Gimelshein (arXiv 1805.02867), tiled as in Flas
 import triton
 import triton.language as tl
 
+from pagewise_kernels.kv_int4 import load_int4
+
 
 @triton.jit
 def block_ids(
@@ -151,9 +153,13 @@ def attend_tiles(
         tokens = tile + tl.arange(0, TILE)
         there = tokens < end
         blocks = block_ids(table, tile, end, BLOCK_SIZE, TILE, MASKED, RING)
-        k_at = keys + token_offsets(blocks, tile, stride_kb, stride_kt, BLOCK_SIZE, TILE)[None, :] + dims[:, None]
-        v_at = values + token_offsets(blocks, tile, stride_vb, stride_vt, BLOCK_SIZE, TILE)[:, None] + dims[None, :]
-        if MASKED and HEAD_DIM != DIM:
+        k_tokens = keys + token_offsets(blocks, tile, stride_kb, stride_kt, BLOCK_SIZE, TILE)
+        v_tokens = values + token_offsets(blocks, tile, stride_vb, stride_vt, BLOCK_SIZE, TILE)
+        k_at, v_at = k_tokens[None, :] + dims[:, None], v_tokens[:, None] + dims[None, :]
+        if keys.dtype.element_ty == tl.int32:
+            k = tl.trans(load_int4(k_tokens, there, HEAD_DIM, DIM, MASKED, COMPUTE))
+            v = load_int4(v_tokens, there, HEAD_DIM, DIM, MASKED, COMPUTE)
+        elif MASKED and HEAD_DIM != DIM:
             k = tl.load(k_at, mask=there[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
             v = tl.load(v_at, mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         elif MASKED:

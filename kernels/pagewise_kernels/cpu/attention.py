@@ -97,7 +97,7 @@ class CpuStep:
         a.k_token, a.k_head, _ = k.stride()
         a.v_token, a.v_head, _ = v.stride()
         a.keys, a.values = layer.keys.data_ptr(), layer.values.data_ptr()
-        a.key_block, a.key_slot, a.key_head = a.value_block, a.value_slot, a.value_head = layer.strides
+        a.key_block, a.key_slot, a.key_head = a.value_block, a.value_slot, a.value_head = layer.keys.stride()[:3]
         a.key_scales, a.value_scales = [scale.data_ptr() for scale in layer.scales] if layer.scales else (None, None)
         a.scale_block, a.scale_slot, a.scale_head = layer.scale_strides
         _, a.heads, a.dim = q.shape

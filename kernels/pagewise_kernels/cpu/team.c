@@ -15,7 +15,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "vectors.h"
+// Not by vectors.h, whose function select has the name of one that signal.h declares on aarch64.
+#define EXPORT __attribute__((visibility("default")))
 
 #define AWAKE_NS 20000
 

@@ -272,9 +272,6 @@ def triton_compute(
     if forward_pass.gathers_states:
         log.warning("steps run without CUDA graphs, slower: PyTorch computes recurrent layers")
         return StepCompute(forward_pass, token_sampler, penalties, token_logprobs)
-    if loaded.draft is not None:
-        log.warning("steps run without CUDA graphs, slower: a draft model takes hidden states of layers")
-        return StepCompute(forward_pass, token_sampler, penalties, token_logprobs)
     if forward_pass.plans is not None:
         log.info("steps with drafts run without CUDA graphs: recurrent layers keep their inputs")
     decodes = DecodeGraphs(forward, context, backend, token_sampler, last_tokens, slots, forward_pass.plans)
@@ -282,4 +279,6 @@ def triton_compute(
         ModelBody(loaded.model), forward, context, backend, last_tokens, config.max_num_batched_tokens, slots,
         forward_pass.plans,
     )  # fmt: skip
+    if loaded.draft is not None:
+        loaded.draft.reserve(mixed.sizes[-1])
     return StepCompute(forward_pass, token_sampler, penalties, token_logprobs, StepGraphs(decodes, mixed))

@@ -139,7 +139,9 @@ class ModelRunner:
         self._forward_pass, self._graphs = chosen.forward_pass, chosen.graphs
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
-        self._proposer = Proposer(loaded.draft, self._forward_pass, self._device) if loaded.draft is not None else None
+        self._proposer = None
+        if loaded.draft is not None:
+            self._proposer = Proposer(loaded.draft, self._forward_pass, self._device, ranks)
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
         block_format = self._add_tiers(config, loaded, kv_dtype, host_folder)
@@ -465,7 +467,8 @@ class ModelRunner:
         """Compute and sample a step: tokens, their log-probabilities, by row the prompts' log-probabilities, and the
         drafts behind it."""
         forced = self._thinking.forced(work, self._batch) if self._ranks.first else {}
-        if self._graphs is not None and len(work.decoding) and not work.chunks:
+        # The graphs of decodes, which also sample, leave nothing for a draft model.
+        if self._graphs is not None and len(work.decoding) and not work.chunks and not work.proposals:
             return *self._decode(self._graphs, work, forced), [], None
         tokens: torch.Tensor = torch.zeros(0, dtype=torch.int64)
         logprobs: LogprobsTensors | None = None

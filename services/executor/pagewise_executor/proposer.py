@@ -7,6 +7,8 @@ is overwritten when the tokens at their positions are known.
 Drafts are drawn as tokens are: from the draft model's logits, with the row's constraints, temperature and seed, and
 the random numbers of the token's position. So a draft of a random token is right as often as the two models give this
 token when they draw with the same random numbers, and not only if the token is the likeliest.
+
+With several ranks all compute the same passes. Rank 0, which alone samples, draws, and sends the others the tokens.
 """
 
 from typing import NamedTuple
@@ -14,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pagewise_executor.collectives import Ranks
 from pagewise_executor.forward_pass import ForwardPass
 from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.models.draft_model import DraftModel
@@ -43,10 +46,10 @@ class _Taken(NamedTuple):
 
 
 class Proposer:
-    """Drafts by ``draft``, over the KV pool of ``forward_pass``."""
+    """Drafts by ``draft``, over the KV pool of ``forward_pass``, on one of ``ranks``."""
 
-    def __init__(self, draft: DraftModel, forward_pass: ForwardPass, device: torch.device) -> None:
-        self._draft, self._forward_pass, self._upload = draft, forward_pass, Uploads(device)
+    def __init__(self, draft: DraftModel, forward_pass: ForwardPass, device: torch.device, ranks: Ranks) -> None:
+        self._draft, self._forward_pass, self._upload, self._ranks = draft, forward_pass, Uploads(device), ranks
 
     def propose(self, work: StepWork, batch: InputBatch, tokens: torch.Tensor, sampler: Sampler) -> torch.Tensor:
         """Take the tokens of a step that has been sampled, and is not counted yet; return the drafts that it asks for:
@@ -67,7 +70,12 @@ class Proposer:
         while len(at):
             positions = last[at] + 2 + number
             on_device, there, put = self._upload.together(rows[at].astype(np.int32), positions, at)
-            ids = sampler.draft(self._draft.logits(hidden), rows[at].tolist(), there, on_device)
+            logits = self._draft.logits(hidden)  # on all ranks: those of the model's head are gathered
+            if self._ranks.first:
+                ids = sampler.draft(logits, rows[at].tolist(), there, on_device)
+            else:
+                ids = torch.empty(len(at), dtype=torch.int64, device=tokens.device)
+            ids = ids if self._ranks.alone else self._ranks.share_tokens(ids)
             drafts[put, number] = ids
             number += 1
             goes_on = np.flatnonzero(counts[at] > number)

@@ -542,8 +542,8 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
         _help(
             "data type of the KV pool; auto: that of --dtype, fp8, int8: eight bits, int4: four, by token and head",
             more="All lose some accuracy ([quantization.md](quantization.md#what-it-changes)). fp8 is float8 (e4m3), "
-            "and needs Triton kernels and compute capability 8.9; int8 needs Triton kernels or the CPU operations, "
-            "int4 the CPU operations ([quantization.md](quantization.md#kv-in-fewer-bits)).",
+            "and needs Triton kernels and compute capability 8.9; int8 and int4 need Triton kernels or the CPU "
+            "operations ([quantization.md](quantization.md#kv-in-fewer-bits)).",
         ),
     ] = "auto"
     tier_dtype: Annotated[

@@ -118,6 +118,4 @@ def check_speculative(values: Mapping[str, Any]) -> None:
     """
     if values.get("speculative_config") is None:
         return
-    found = parse_speculative(values["speculative_config"])
-    if isinstance(found, DraftModelConfig) and values.get("tensor_parallel", 1) > 1:
-        raise ConfigError(f"--speculative-config: the method {found.method} cannot be used with --tensor-parallel")
+    parse_speculative(values["speculative_config"])

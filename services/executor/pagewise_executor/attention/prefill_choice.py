@@ -127,7 +127,7 @@ def _options_error(config: ExecutorConfig, device: torch.device) -> str:
         return f"it runs on a GPU, not on {device}"
     if config.deterministic:
         return "not with --deterministic, whose results come from one kernel"
-    return "it does not read KV in eight bits with a scale for each token" if config.kv_dtype != "auto" else ""
+    return "it does not read KV in fewer bits with scales" if config.kv_dtype != "auto" else ""
 
 
 def _prepared(

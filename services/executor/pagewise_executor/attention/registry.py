@@ -43,7 +43,7 @@ BACKENDS = {
 _NEEDS = {
     "fp8": "the Triton kernels",
     "int8": "the Triton kernels, or the CPU operations in C with a model in float32 or bfloat16",
-    "int4": "the CPU operations in C, with a model in float32 or bfloat16: on a GPU, take fp8 or int8",
+    "int4": "the Triton kernels, or the CPU operations in C with a model in float32 or bfloat16",
 }
 """The kernels that read KV of each type."""
 KV_TYPES = {"fp8": FP8, "int8": INT8, "int4": INT4}

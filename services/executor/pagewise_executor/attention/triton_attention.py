@@ -162,7 +162,7 @@ class TritonBackend(AttentionBackend):
     """
 
     layouts: ClassVar[Mapping[str, Layout]] = {"layers": "layers", "blocks": "blocks"}
-    kv_dtypes = ("fp8", "int8")
+    kv_dtypes = ("fp8", "int8", "int4")
 
     def __init__(
         self, device: torch.device, num_rows: int, max_model_len: int, block_size: int, *, deterministic: bool = False,

@@ -3,6 +3,8 @@
 from typing import NamedTuple
 
 import torch
+from pagewise_kernels.kv_int4 import unpack
+from pagewise_kernels.kv_layer import GROUP, INT4, RECORD
 from pagewise_kernels.launch import interpreted
 from pagewise_kernels.shapes import power_of_two
 
@@ -46,6 +48,8 @@ def empty_layer(use: KernelUse, shape: AttentionShape, num_blocks: int) -> Paged
 
 def stored_in(layer: PagedLayer) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V of a layer in float32, as its blocks hold them."""
+    if layer.dtype == INT4:
+        return unpack(layer.keys), unpack(layer.values)
     if layer.scales is None:
         return layer.keys.float(), layer.values.float()
     keys, values = layer.scales
@@ -58,7 +62,12 @@ def paged_problem(use: KernelUse, shape: AttentionShape) -> Paged:
     order = torch.randperm(len(CONTEXTS) * width, generator=torch.Generator().manual_seed(1))
     layer = empty_layer(use, shape, len(order))
     for seed, part in enumerate((layer.keys, layer.values)):
-        part.copy_(use.draw(*part.shape, seed=seed).to(part.dtype))
+        if use.kv_dtype == INT4:
+            records = part.view(torch.uint8).unflatten(-1, (-1, RECORD))
+            records[..., : GROUP // 2] = use.draw(*records.shape[:-1], GROUP // 2, seed=seed).mul(64).int().byte()
+            records[..., GROUP // 2 :] = use.draw(*records.shape[:-1], 2, seed=seed).bfloat16().view(torch.uint8)
+        else:
+            part.copy_(use.draw(*part.shape, seed=seed).to(part.dtype))
     if layer.scales is not None:
         for seed, part in enumerate(layer.scales):
             part.copy_(use.draw(*part.shape, seed=seed).float().abs() + 0.5)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from pagewise_kernels.kv_layer import INT8
+from pagewise_kernels.kv_layer import INT4, INT8
 from pagewise_kernels.launch import capability, interpreted
 from pagewise_shared.errors import ModelError
 from torch import nn
@@ -59,7 +59,7 @@ def check_kernels(
     log.info("%d kernels agree with PyTorch, checked in %.1f s", len(kernels), time.perf_counter() - began)
 
 
-_KV_TYPES = {FP8: ", float8 KV", INT8: ", int8 KV"}
+_KV_TYPES = {FP8: ", float8 KV", INT8: ", int8 KV", INT4: ", int4 KV"}
 """How the checks with KV of these types are called."""
 
 
@@ -71,6 +71,7 @@ def check_all(device: torch.device, begin: Callable[[str], None] = lambda _: Non
     plain = typical_use(device)
     full_heads = plain.attention[:1]  # latents are kept in the type of the model only
     uses = [plain, replace(plain, attention=full_heads, kv_dtype=INT8)]
+    uses.append(replace(plain, attention=full_heads, kv_dtype=INT4, rotation=None))  # its tokens are not moved
     if interpreted() or capability(device) >= 89:
         weight = plain.draw(256, 256).float()  # in float8 a library may multiply, in int8 the kernel does
         layers = [QuantisedLinear(quantise(weight, dtype), Inputs(), plain.dtype) for dtype in (FP8, torch.int8)]

@@ -24,6 +24,10 @@ class DraftModel(ABC):
     most: int
     most_rows: int
 
+    def reserve(self, tokens: int) -> None:  # noqa: B027 # a model that takes results of the decoder needs nothing
+        """Keep what a step of up to ``tokens`` tokens leaves for ``states`` at places that do not change, to which CUDA
+        graphs of such steps write."""
+
     @abstractmethod
     def states(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [n, hidden] with which entries begin, of ``tokens`` int64 [n] of the flat batch that

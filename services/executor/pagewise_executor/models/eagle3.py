@@ -6,6 +6,7 @@ of the next entry. Heads of vLLM, SGLang and speculators have the same weights, 
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,17 +126,32 @@ class EagleHead(DraftModel):
 
         self._rotation_at = operations.rotations(angles, loaded.max_model_len, device)
         layers = decoder_layers(loaded.model)
-        self._inputs: list[torch.Tensor] = []
-        for number in taken_layers(files.config, len(layers)):
-            layers[number].register_forward_pre_hook(self._keep, with_kwargs=True)
-        layers[0].register_forward_pre_hook(lambda *_: self._inputs.clear(), prepend=True)
+        taken = taken_layers(files.config, len(layers))
+        states = weights.fc.weight.shape[1] // len(taken)
+        # Inputs of layers: of the last step, and where steps of CUDA graphs keep them (``reserve``).
+        self._inputs = self._reserved = [torch.empty(0, states, dtype=loaded.dtype, device=device)] * len(taken)
+        for place, number in enumerate(taken):
+            layers[number].register_forward_pre_hook(partial(self._keep, place), with_kwargs=True)
+        # The replay of a graph computes no layer, and its decoder returns what the graph has computed.
+        loaded.model.get_decoder().register_forward_pre_hook(self._begin)  # type: ignore[operator]
 
-    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def reserve(self, tokens: int) -> None:
+        """Reserve memory for the inputs of layers; see ``DraftModel``."""
+        self._reserved = [one.new_empty(tokens, one.shape[1]) for one in self._reserved]
+
+    def _begin(self, *_: object) -> None:
+        self._inputs = list(self._reserved)
+
+    def _keep(self, place: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the input of a layer: of a fused one, the sum of what is added and the residual, which it overwrites."""
         hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
         if isinstance(module, FusedDecoderLayer):
             hidden = hidden.clone() if args[1] is None else hidden + args[1]
-        self._inputs.append(hidden.reshape(-1, hidden.shape[-1]))
+        hidden, reserved = hidden.reshape(-1, hidden.shape[-1]), self._reserved[place]
+        if len(hidden) <= len(reserved):
+            reserved[: len(hidden)] = hidden
+        else:
+            self._inputs[place] = hidden
 
     def states(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [n, hidden] of tokens of the flat batch: ``fc`` of the inputs of three layers."""

@@ -16,6 +16,7 @@ from pagewise_shared.protocol import (
     LoadAdapter,
     LookUp,
     Message,
+    ProposingStepPlan,
     SetStoredBudgets,
     StepPlan,
     StoredDropped,
@@ -128,6 +129,7 @@ class Failed(Message, frozen=True):
 ToRank = (
     StepPlan
     | GroupedStepPlan
+    | ProposingStepPlan
     | Welcome
     | CancelCopies
     | LookUp
