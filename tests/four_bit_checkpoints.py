@@ -32,7 +32,7 @@ class FourBits(NamedTuple):
             return {
                 "quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": self.scattered,
                 "sym": not self.zeros, "checkpoint_format": self.form, "damp_percent": 0.1, "true_sequential": True,
-                "lm_head": False, "dynamic": None,
+                "lm_head": False, "dynamic": {"-:.*lm_head": {}, "model.embed_tokens": {}},
             }  # fmt: skip
         if self.form == "modelopt":
             return {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "group_size": 16}
@@ -170,7 +170,8 @@ def build_four_bits(form: FourBits, path: Path, family: str = "llama", **setting
                 del tensors[key]
             own: Any = module
             for expert, (gate_up, down) in enumerate(zip(own.gate_up_proj, own.down_proj, strict=True)):
-                names = MIXTRAL_NAMES if family == "mixtral" else NAMES
+                # llm-compressor gives the experts of Mixtral the names of other families.
+                names = MIXTRAL_NAMES if family == "mixtral" and form.form != "compressed" else NAMES
                 for end, weight in zip(names, (*gate_up.data.chunk(2), down.data), strict=True):
                     place(f"{there}.{expert}.{end}", weight)
     safetensors.torch.save_file(tensors, path / "model.safetensors", {"format": "pt"})

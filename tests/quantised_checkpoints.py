@@ -145,21 +145,21 @@ NAMES, MIXTRAL_NAMES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 class OracleExperts(nn.ModuleList):
-    """The experts of a mixture, each of three such layers, with the names that the files give them."""
+    """The experts of a mixture, each of three such layers."""
 
-    def __init__(self, fused: Any, form: Form, names: tuple[str, str, str]) -> None:
+    def __init__(self, fused: Any, form: Form) -> None:
         super().__init__()
-        self.names, self.act = names, [fused.act_fn]  # not as a module, which would be an expert
+        self.act = [fused.act_fn]  # not as a module, which would be an expert
         for gate_up, down in zip(fused.gate_up_proj.detach(), fused.down_proj.detach(), strict=True):
             weights = (*gate_up.chunk(2), down)
-            linears = {name: OracleLinear(one, None, form) for name, one in zip(names, weights, strict=True)}
+            linears = {name: OracleLinear(one, None, form) for name, one in zip(NAMES, weights, strict=True)}
             self.append(nn.ModuleDict(linears))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         result = torch.zeros_like(x)
         for token, (experts, shares) in enumerate(zip(chosen.tolist(), weights, strict=True)):
             for expert, share in zip(experts, shares, strict=True):
-                gate, up, down = (self[expert][name] for name in self.names)  # type: ignore[index]
+                gate, up, down = (self[expert][name] for name in NAMES)  # type: ignore[index]
                 row = x[token : token + 1]
                 result[token] += share * down(self.act[0](gate(row)) * up(row))[0]
         return result
@@ -182,12 +182,15 @@ def build_quantised(form: Form, path: Path, family: str = "llama", **settings: A
             tensors |= {f"{name}.{end}": tensor.contiguous() for end, tensor in oracle.stored().items()}
             model.set_submodule(name, oracle)
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            experts = OracleExperts(module, form, MIXTRAL_NAMES if family == "mixtral" else NAMES)
+            experts = OracleExperts(module, form)
+            in_files = dict(zip(NAMES, MIXTRAL_NAMES if family == "mixtral" else NAMES, strict=True))
             there = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
             tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{there}.")}
             for own, linear in experts.named_modules(prefix=there):
                 if isinstance(linear, OracleLinear):
-                    tensors |= {f"{own}.{end}": tensor.contiguous() for end, tensor in linear.stored().items()}
+                    expert, _, half = own.rpartition(".")
+                    at = f"{expert}.{in_files[half]}"
+                    tensors |= {f"{at}.{end}": tensor.contiguous() for end, tensor in linear.stored().items()}
             model.set_submodule(name, experts)
     safetensors.torch.save_file(tensors, path / "model.safetensors", {"format": "pt"})
     edit_config(path, quantization_config=form.config)

@@ -15,7 +15,7 @@ from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.kernel_choice import candidates
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.packed_linear import Int4Linear
-from pagewise_executor.models.quantised_checkpoint import read_quantisation
+from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.quantised_families import Experts
 from pagewise_executor.models.quantised_linear import JoinedLinear, TritonQuantisedLinear, make_fast
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
@@ -126,7 +126,12 @@ def test_triton_kernels_compute_models_in_four_bits(family: str, name: str, tmp_
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("mixtral", "gptq"), ("mixtral", "gptq, symmetric, act-order"), ("qwen3_moe", "awq"), ("qwen3_moe", "nvfp4")],
+    [
+        ("mixtral", "compressed-tensors"),
+        ("mixtral", "gptq, symmetric, act-order"),
+        ("qwen3_moe", "awq"),
+        ("qwen3_moe", "nvfp4"),
+    ],
 )
 def test_experts_in_four_bits_are_one_operation(family: str, name: str, tmp_path: Path) -> None:
     need_cpu_kernels()
@@ -209,6 +214,15 @@ def test_layers_whose_inputs_are_in_other_groups_are_computed_one_by_one(tmp_pat
     assert [type(one) for one in layer.gate_up.linears] == [Int4Linear, Int4Linear]
 
 
+def test_the_most_specific_target_decides_in_any_order_of_groups() -> None:
+    schemes = [FourBitScheme("compressed-tensors", group, zeros=False) for group in (128, 64, 32)]
+    targets = ["Linear"], ["re:.*down_proj"], ["model.layers.0.mlp.down_proj"]
+    found = QuantisedCheckpoint("m", list(zip(targets, schemes, strict=True)), ["re:.*lm_head"], strict=True)
+    names = ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.down_proj")
+    assert [found.scheme(name, "I32") for name in names] == schemes
+    assert found.scheme("lm_head", "BF16") is None
+
+
 GPTQ, AWQ = FORMS["gptq"].config, FORMS["awq"].config
 
 
@@ -220,7 +234,10 @@ GPTQ, AWQ = FORMS["gptq"].config, FORMS["awq"].config
         (GPTQ | {"is_marlin_format": True}, "in the format marlin"),
         (GPTQ | {"pack_dtype": "int64"}, "packed in int64"),
         (GPTQ | {"group_size": 0}, "in groups of 0"),
-        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "with settings by module (dynamic)"),
+        (
+            GPTQ | {"dynamic": {"-:.*up.*": {}, "+:.*down.*": {"bits": 8}}},
+            "with other settings for some modules (dynamic: +:.*down.*)",
+        ),
         (AWQ | {"bits": 8}, "to 8 bits"),
         (AWQ | {"version": "gemv"}, "in the version gemv"),
         (AWQ | {"zero_point": False}, "without zero points"),

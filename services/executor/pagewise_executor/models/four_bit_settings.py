@@ -52,12 +52,14 @@ def refuse(*errors: tuple[object, str]) -> None:
 def gptq_scheme(settings: dict[str, Any]) -> FourBitScheme:
     """Return how the layers of such a checkpoint are stored; the errors are ``UnsupportedError`` and msgspec's."""
     found = msgspec.convert(settings, _Gptq)
+    # "-:" begins the patterns of modules that are not quantised, which the files tell too.
+    others = [key for key, value in (found.dynamic or {}).items() if value and not key.startswith("-:")]
     refuse(
         (found.bits != 4, f"to {found.bits} bits"),
         (found.checkpoint_format not in ("gptq", "gptq_v2"), f"in the format {found.checkpoint_format}"),
         (found.is_marlin_format, "in the format marlin"),
         (found.pack_dtype != "int32", f"packed in {found.pack_dtype}"),
-        (found.dynamic, "with settings by module (dynamic)"),
+        (others, f"with other settings for some modules (dynamic: {', '.join(others)})"),
     )
     # The first format has zeros minus one.
     return FourBitScheme("gptq", _group_size(found.group_size), zero_offset=int(found.checkpoint_format == "gptq"))

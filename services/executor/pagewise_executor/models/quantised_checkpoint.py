@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INSTEAD = (
-    "take a checkpoint in FP8 or int8 of compressed-tensors, or in FP8 of quant_method 'fp8', or the one in bfloat16, "
-    "whose linear layers --quantization fp8 (on the CPU: int8 or int4) quantises while they are loaded"
+    "take a checkpoint in FP8 or int8 of compressed-tensors, in FP8 of quant_method 'fp8', in four bits of GPTQ, AWQ "
+    "or compressed-tensors, or the one in bfloat16, whose linear layers --quantization fp8 (on the CPU: int8 or int4) "
+    "quantises while they are loaded"
 )
 """The advice in refusals."""
 _STORED = {"F8_E4M3": FP8, "I8": torch.int8, "I32": torch.int32, "U8": torch.uint8}
@@ -152,10 +153,13 @@ class QuantisedCheckpoint:
         inputs = "|input_scale|input_global_scale" * nvfp4
         unread = rf"\.(({zeros})_zero_point|[qkv]_scale|output_scale|rotary_emb\.inv_freq{inputs})$"
         self.unread = re.compile(unread)
-        # The first entry that means a layer decides.
+        # The first entry that means a layer decides: whole names, then patterns, then all layers, as in
+        # compressed-tensors, whatever the order of groups.
+        targets = [(target, scheme) for targets, scheme in groups for target in targets]
+        targets.sort(key=lambda entry: (entry[0] == "Linear", entry[0].startswith("re:"), entry[0]))
         self._schemes: list[tuple[re.Pattern[str], Scheme | FourBitScheme | None]]
         self._schemes = [(_pattern(entry), None) for entry in ignore]
-        self._schemes += [(_pattern(target), scheme) for targets, scheme in groups for target in targets]
+        self._schemes += [(_pattern(target), scheme) for target, scheme in targets]
 
     def scheme(self, linear: str, stored: str | None) -> "Scheme | FourBitScheme | GgufScheme | None":
         """Return how the linear layer called ``linear`` is quantised, None if it is not.

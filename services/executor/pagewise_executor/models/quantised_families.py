@@ -7,7 +7,7 @@ each expert has linear layers of its own, as the files have them.
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,11 +30,12 @@ _NOT_TEXT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
 _OF_TEXT = re.compile(r"^(model\.)?language_model\.(model\.)?")
 
 
-class _Family(NamedTuple):
-    """``experts``: the files' names of gate, up and down of an expert. ``named``: the argument of ``Checkpoint``."""
+_OF_MIXTRAL = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""The files' names of modules, for which llm-compressor writes the names of other families in part."""
 
-    experts: tuple[str, str, str] = _PROJECTIONS
-    named: Callable[[str], str | None] = str
+
+def _name_of_mixtral(name: str) -> str:
+    return ".".join(_OF_MIXTRAL.get(part, part) for part in name.split("."))
 
 
 def _text(name: str) -> str | None:
@@ -50,19 +51,19 @@ def _text_of_gemma3(name: str) -> str | None:
     return bare if bare == name or bare.startswith("lm_head.") else f"model.{bare}"
 
 
-FAMILIES: dict[str, _Family] = {
-    "gemma2": _Family(),
-    "gemma3": _Family(named=_text_of_gemma3),
-    "gemma3_text": _Family(named=_text_of_gemma3),
-    "glm4_moe": _Family(),
-    "mixtral": _Family(("w1", "w3", "w2"), lambda name: name.replace(".block_sparse_moe.", ".mlp.")),
-    "phi3": _Family(),
-    "qwen2_moe": _Family(),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _Family(named=_text)),
-    "qwen3_moe": _Family(),
-    "qwen3_next": _Family(),
+FAMILIES: dict[str, Callable[[str], str | None]] = {
+    "gemma2": str,
+    "gemma3": _text_of_gemma3,
+    "gemma3_text": _text_of_gemma3,
+    "glm4_moe": str,
+    "mixtral": _name_of_mixtral,
+    "phi3": str,
+    "qwen2_moe": str,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _text),
+    "qwen3_moe": str,
+    "qwen3_next": str,
 }
-"""By the model_type of config.json."""
+"""The argument ``named`` of ``Checkpoint`` by the model_type of config.json."""
 DIVIDED = ("mixtral", "qwen3_moe")
 """Families whose quantised checkpoints several ranks divide."""
 
@@ -90,31 +91,30 @@ class FamilyCheckpoint(Checkpoint):
         part: Any = None,
         mtp: MtpNames | None = None,
     ) -> None:
-        family, text = FAMILIES.get(config.model_type), config.get_text_config(decoder=True)
+        named, text = FAMILIES.get(config.model_type), config.get_text_config(decoder=True)
         tied = bool(text.tie_word_embeddings)
         model = _empty(text, device, dtype)
-        if family is None:
+        if named is None:
             place_mxfp4(model)
         else:
-            _place_experts(model, family.experts)
+            _place_experts(model)
         self._empty_part: Callable[[], nn.Module] | None = None
-        if part is not None and family is not None:
+        if part is not None and named is not None:
             self._plan = division_plan(model, vocabulary_names(model))
             self._plan |= {
                 re.sub(r"\.\d+(?=\.|$)", ".*", path): EXPERTS
                 for path, module in model.named_modules()
                 if isinstance(module, Experts)
             }
-            names = family.experts
 
             def empty_part() -> nn.Module:
                 made = _empty(part.get_text_config(decoder=True), device, dtype)
-                _place_experts(made, names)
+                _place_experts(made)
                 fix_rope(made, max_model_len)
                 return made
 
             self._empty_part = empty_part
-        named = str if family is None else family.named
+        named = named or str
         if mtp is not None:
             mtp.add_empty(model)
             named = mtp.named(named)
@@ -130,35 +130,33 @@ class FamilyCheckpoint(Checkpoint):
         return self.model, self._shards
 
 
-def _place_experts(model: nn.Module, names: tuple[str, str, str]) -> None:
-    """Give each expert of a model linear layers of its own; ``names``: of the layers for gate, up and down."""
+def _place_experts(model: nn.Module) -> None:
+    """Give each expert of a model linear layers of its own."""
     for path, module in list(model.named_modules()):
         if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            model.set_submodule(path, Experts(module, names))
+            model.set_submodule(path, Experts(module))
 
 
 class Experts(nn.ModuleList):
     """The experts of a mixture, each with linear layers of its own. It replaces a module of transformers, ``fused``.
 
-    ``names``: of the layers for gate, up and down. ``has_silu``: their activation is SiLU.
+    ``has_silu``: their activation is SiLU.
     """
 
-    def __init__(self, fused: nn.Module, names: tuple[str, str, str]) -> None:
+    def __init__(self, fused: nn.Module) -> None:
         gate_up, down = fused.gate_up_proj, fused.down_proj
         assert isinstance(gate_up, nn.Parameter)
         assert isinstance(down, nn.Parameter)
         count, hidden, inner = down.shape
         assert gate_up.shape == (count, 2 * inner, hidden)
         assert isinstance(fused.act_fn, nn.Module)
-        super().__init__(_Expert(hidden, inner, fused.act_fn, names) for _ in range(count))
-        self._names = names
-
+        super().__init__(_Expert(hidden, inner, fused.act_fn) for _ in range(count))
         x = torch.linspace(-10, 10, 33)
         self.has_silu = torch.equal(fused.act_fn(x), nn.functional.silu(x))
 
     def linears(self) -> list[list[nn.Module]]:
         """Return gate, up and down of each expert."""
-        return [[expert.get_submodule(name) for name in self._names] for expert in self]
+        return [[expert.get_submodule(name) for name in _PROJECTIONS] for expert in self]
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Map x [tokens, hidden] to the weighted sums [tokens, hidden] of the outputs of each token's experts.
@@ -171,14 +169,14 @@ class Experts(nn.ModuleList):
 class _Expert(nn.Module):
     """An expert without weights: gate, up, and down behind them."""
 
-    def __init__(self, hidden: int, inner: int, act_fn: nn.Module, names: tuple[str, str, str]) -> None:
+    def __init__(self, hidden: int, inner: int, act_fn: nn.Module) -> None:
         super().__init__()
-        self.act_fn, self._names = act_fn, names
-        for name, (ins, outs) in zip(names, ((hidden, inner), (hidden, inner), (inner, hidden)), strict=True):
+        self.act_fn = act_fn
+        for name, (ins, outs) in zip(_PROJECTIONS, ((hidden, inner), (hidden, inner), (inner, hidden)), strict=True):
             self.add_module(name, nn.Linear(ins, outs, bias=False, device="meta"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = (self.get_submodule(name) for name in self._names)  # which have been replaced since
+        gate, up, down = (self.get_submodule(name) for name in _PROJECTIONS)  # which have been replaced since
         made: torch.Tensor = down(self.act_fn(gate(x)) * up(x))
         return made
 
