@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[Variant, ...]] = {
     ),
     "aarch64": (Variant(4, False, ("-mcpu=generic",)),),
 }
-_PATIENCE = 300.0
+_PATIENCE = 900.0
 """Seconds that the compiler may take for a variant."""
 _FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fno-math-errno", "-shared", "-fPIC", "-s")
 

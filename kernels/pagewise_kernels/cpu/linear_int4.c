@@ -13,14 +13,27 @@
 // CHUNK inputs are summed in 16 bits; it divides a group.
 enum { CODES = 8, CHUNK = 32, E2M1_CHUNK = 16, SYMMETRIC_ZERO = 8, E2M1_ZERO = 12 };
 
-// A block of so many rows times NR vectors of outputs is summed in registers.
-enum { BLOCK_ROWS = 4 };
+// A block of so many rows times NR vectors of outputs is summed in registers. From TILE_ROWS rows on, the codes of a group
+// are unpacked once for all rows, and a block has MR rows where the registers hold their sums.
+#if VEC == 16
+enum { BLOCK_ROWS = 4, TILE_BLOCK = MR, TILE_ROWS = 8 };
+#else
+enum { BLOCK_ROWS = 4, TILE_BLOCK = 4, TILE_ROWS = 8 };
+#endif
+
+// Where a loop over the rows or the vectors of a block stays one, their sums lie in memory.
+#define UNROLLED _Pragma("unroll")
+
+// So many bytes ahead, codes are fetched into the first level cache: the processor alone begins too late.
+enum { CODES_AHEAD = 4096 };
 
 // x [rows, given], each row at x_stride. A slot is an input of the packed weights, of which there are groups * group;
 // order [slots]: the input in x of each slot, -1: a zero; NULL: the inputs in their order, and zeros. codes
 // [panels][slots / CODES][PANEL]; scales [panels][groups][PANEL]: float16, to be multiplied by factor; zeros likewise, or
-// NULL: SYMMETRIC_ZERO; bias [outs] or NULL; out [rows, outs]. inputs [rows, slots], written first: in float32 if exact,
-// else in eight bits, with input_scales, the scales times factor, and input_sums, minus the sums, [rows, groups].
+// NULL: SYMMETRIC_ZERO; bias [outs] or NULL; out [rows, outs]. inputs, written first: in float32 [rows, slots] if exact,
+// else in eight bits [groups, rows, group], so that the rows of a group do not lie in the same lines of the cache, with
+// input_scales, the scales times factor, and input_sums, minus the sums, which are multiplied by the zero where it is the
+// same for all weights, both [groups, rows].
 struct linear_int4 {
   const float *x;
   const int32_t *order;
@@ -53,13 +66,16 @@ INLINE void read_group(const struct linear_int4 *a, long row, long first, float 
   }
 }
 
+INLINE int32_t common_zero(const struct linear_int4 *a) { return a->e2m1 ? E2M1_ZERO : SYMMETRIC_ZERO; }
+
 INLINE void quantise_group(const struct linear_int4 *a, long row, long g) {
   float x[MOST_GROUP], scale;
   int32_t sum;
   read_group(a, row, g * a->group, x);
-  quantise_inputs(x, a->group, (int8_t *)a->inputs + (row * a->groups + g) * a->group, &scale, &sum);
-  a->input_scales[row * a->groups + g] = scale * a->factor;
-  a->input_sums[row * a->groups + g] = -sum;
+  long at = g * a->rows + row;
+  quantise_inputs(x, a->group, (int8_t *)a->inputs + at * a->group, &scale, &sum);
+  a->input_scales[at] = scale * a->factor;
+  a->input_sums[at] = a->zeros ? -sum : -sum * common_zero(a);
 }
 
 // Of each byte of four bits: the double of its number in e2m1, plus E2M1_ZERO.
@@ -79,7 +95,29 @@ INLINE words doubled_e2m1(words codes) {
 }
 
 INLINE ints zero_of(const struct linear_int4 *a, long at) {
-  return a->zeros ? zeros_of(a->zeros + at) : (ints){} + (a->e2m1 ? E2M1_ZERO : SYMMETRIC_ZERO);
+  return a->zeros ? zeros_of(a->zeros + at) : (ints){} + common_zero(a);
+}
+
+// sums [mr][NR] = the sums of a group's inputs of rows, times the zeros of a panel, minus.
+INLINE void begin_sums(const struct linear_int4 *a, int mr, long row, long g, long at, ints sums[][NR]) {
+  const int32_t *of_inputs = a->input_sums + g * a->rows + row;
+  if (a->zeros) {
+    UNROLLED for (int n = 0; n < NR; n++) {
+      ints zeros = zeros_of(a->zeros + at + n * VEC);
+      UNROLLED for (int m = 0; m < mr; m++) sums[m][n] = zeros * of_inputs[m];
+    }
+  } else {
+    UNROLLED for (int m = 0; m < mr; m++)
+      UNROLLED for (int n = 0; n < NR; n++) sums[m][n] = (ints){} + of_inputs[m];
+  }
+}
+
+// Unpack a word of each of VEC outputs: the bytes of the inputs 0 to 3, and those of 4 to 7.
+INLINE void unpack_words(int e2m1, const uint32_t *codes, words *low, words *high) {
+  __builtin_prefetch((const char *)codes + CODES_AHEAD);
+  words both = load_words(codes);
+  *low = both & 0x0f0f0f0f, *high = both >> 4 & 0x0f0f0f0f;
+  if (e2m1) *low = doubled_e2m1(*low), *high = doubled_e2m1(*high);
 }
 
 // sums [mr][NR] += ``depth`` slots of a panel's codes times bytes [mr] of rows. A code is at most 15, so that in 16 bits
@@ -89,8 +127,8 @@ INLINE void add_slots(int e2m1, int mr, long depth, const uint32_t *codes, const
   memset(held, 0, sizeof(held));
   for (long k = 0; k < depth; k += CODES, codes += PANEL)
     for (int n = 0; n < NR; n++) {
-      words both = load_words(codes + n * VEC), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
-      if (e2m1) low = doubled_e2m1(low), high = doubled_e2m1(high);
+      words low, high;
+      unpack_words(e2m1, codes + n * VEC, &low, &high);
       for (int m = 0; m < mr; m++) {
         held[m][n] = add_codes(held[m][n], low, bytes + m * stride + k);
         held[m][n] = add_codes(held[m][n], high, bytes + m * stride + k + CODES / 2);
@@ -107,23 +145,20 @@ INLINE void sum_rows_of(const struct linear_int4 *a, int e2m1, int mr, long row,
   memset(totals, 0, mr * NR * sizeof(floats));
   for (long g = 0; g < a->groups; g++, codes += a->group / CODES * PANEL) {
     long at = (panel * a->groups + g) * PANEL;
-    const int8_t *bytes = (const int8_t *)a->inputs + row * slots + g * a->group;
+    const int8_t *bytes = (const int8_t *)a->inputs + (g * a->rows + row) * a->group;
     ints sums[BLOCK_ROWS][NR];
-    for (int n = 0; n < NR; n++) {
-      ints zeros = zero_of(a, at + n * VEC);
-      for (int m = 0; m < mr; m++) sums[m][n] = zeros * a->input_sums[(row + m) * a->groups + g];
-    }
+    begin_sums(a, mr, row, g, at, sums);
 #if defined(__AVX512VNNI__)
-    add_slots(e2m1, mr, a->group, codes, bytes, slots, sums);
+    add_slots(e2m1, mr, a->group, codes, bytes, a->group, sums);
 #else
     long chunk = e2m1 ? E2M1_CHUNK : CHUNK;
     for (long k = 0; k < a->group; k += chunk)
-      add_slots(e2m1, mr, chunk, codes + k / CODES * PANEL, bytes + k, slots, sums);
+      add_slots(e2m1, mr, chunk, codes + k / CODES * PANEL, bytes + k, a->group, sums);
 #endif
     for (int n = 0; n < NR; n++) {
       floats scales = from_float16(a->scales + at + n * VEC);
       for (int m = 0; m < mr; m++) {
-        floats scale = scales * a->input_scales[(row + m) * a->groups + g];
+        floats scale = scales * a->input_scales[g * a->rows + row + m];
         totals[m][n] += __builtin_convertvector(sums[m][n], floats) * scale;
       }
     }
@@ -137,16 +172,82 @@ INLINE void sum_rows(const struct linear_int4 *a, int mr, long row, long panel, 
     sum_rows_of(a, 0, mr, row, panel, totals);
 }
 
-INLINE void compute_rows(const struct linear_int4 *a, int mr, long row, long panel) {
-  floats totals[BLOCK_ROWS][NR];
-  sum_rows(a, mr, row, panel, totals);
-  for (int m = 0; m < mr; m++)
+// out = totals [rows][PANEL] of a panel, plus the bias.
+INLINE void write_totals(const struct linear_int4 *a, long row, long rows, long panel, const float *totals) {
+  for (long r = 0; r < rows; r++)
     for (int n = 0; n < NR; n++) {
       long out = panel * PANEL + n * VEC, count = a->outs - out < VEC ? a->outs - out : VEC;
       if (count <= 0) break;
-      if (a->bias) totals[m][n] += load_some(a->bias, out, count, 0);
-      store_some(a->out, (row + m) * a->outs + out, totals[m][n], count, 0);
+      floats y = load(totals, r * PANEL + n * VEC, 0);
+      if (a->bias) y += load_some(a->bias, out, count, 0);
+      store_some(a->out, (row + r) * a->outs + out, y, count, 0);
     }
+}
+
+INLINE void compute_rows(const struct linear_int4 *a, int mr, long row, long panel) {
+  floats totals[BLOCK_ROWS][NR];
+  sum_rows(a, mr, row, panel, totals);
+  write_totals(a, row, mr, panel, (const float *)totals);
+}
+
+// sums [mr][NR] += ``depth`` slots of a tile [depth / 4][NR] times bytes [mr] of rows; ``depth`` as in add_slots.
+INLINE void add_tile(int mr, long depth, const words *tile, const int8_t *bytes, long stride, ints sums[][NR]) {
+#if defined(__AVX512VNNI__)
+  for (long k = 0; k < depth; k += 4, tile += NR)
+    UNROLLED for (int m = 0; m < mr; m++)
+      UNROLLED for (int n = 0; n < NR; n++) sums[m][n] = add_codes(sums[m][n], tile[n], bytes + m * stride + k);
+#else
+  partial held[TILE_BLOCK][NR];
+  memset(held, 0, sizeof(held));
+  for (long k = 0; k < depth; k += 4, tile += NR)
+    UNROLLED for (int m = 0; m < mr; m++)
+      UNROLLED for (int n = 0; n < NR; n++) held[m][n] = add_codes(held[m][n], tile[n], bytes + m * stride + k);
+  UNROLLED for (int m = 0; m < mr; m++)
+    UNROLLED for (int n = 0; n < NR; n++) sums[m][n] += sum_partial(held[m][n]);
+#endif
+}
+
+// totals [mr][PANEL] += a group of mr rows times its tile.
+INLINE void add_group(const struct linear_int4 *a, int mr, long row, long g, long at, const words *tile, float *totals) {
+  long depth = a->group;
+  const int8_t *bytes = (const int8_t *)a->inputs + (g * a->rows + row) * a->group;
+  ints sums[TILE_BLOCK][NR];
+  begin_sums(a, mr, row, g, at, sums);
+#if !defined(__AVX512VNNI__)
+  depth = a->e2m1 ? E2M1_CHUNK : CHUNK;
+#endif
+  for (long k = 0; k < a->group; k += depth) add_tile(mr, depth, tile + k / 4 * NR, bytes + k, a->group, sums);
+  UNROLLED for (int n = 0; n < NR; n++) {
+    floats scales = from_float16(a->scales + at + n * VEC);
+    UNROLLED for (int m = 0; m < mr; m++) {
+      floats scale = scales * a->input_scales[g * a->rows + row + m], total = load(totals, m * PANEL + n * VEC, 0);
+      total += __builtin_convertvector(sums[m][n], floats) * scale;
+      store(totals, m * PANEL + n * VEC, total, 0);
+    }
+  }
+}
+
+// The product of TILE_ROWS to ROW_BLOCK rows with a panel: group by group, so that memory is read while all rows compute.
+static void compute_tiles(const struct linear_int4 *a, long first, long rows, long panel) {
+  words tile[MOST_GROUP / 4 * NR];
+  float totals[ROW_BLOCK * PANEL];
+  memset(totals, 0, rows * PANEL * sizeof(float));
+  const uint32_t *codes = a->codes + panel * a->groups * a->group / CODES * PANEL;
+  for (long g = 0; g < a->groups; g++) {
+    for (long k = 0; k < a->group; k += CODES, codes += PANEL)
+      for (int n = 0; n < NR; n++) {
+        words *to = tile + k / 4 * NR + n;
+        if (a->e2m1)
+          unpack_words(1, codes + n * VEC, to, to + NR);
+        else
+          unpack_words(0, codes + n * VEC, to, to + NR);
+      }
+    long r = 0, at = (panel * a->groups + g) * PANEL;
+    for (; r + TILE_BLOCK <= rows; r += TILE_BLOCK) add_group(a, TILE_BLOCK, first + r, g, at, tile, totals + r * PANEL);
+    for (; r + 2 <= rows; r += 2) add_group(a, 2, first + r, g, at, tile, totals + r * PANEL);
+    if (r < rows) add_group(a, 1, first + r, g, at, tile, totals + r * PANEL);
+  }
+  write_totals(a, first, rows, panel, totals);
 }
 
 // An item is ROW_BLOCK rows times one panel.
@@ -155,6 +256,10 @@ static void compute_blocks(void *data) {
   long panels = (a->outs + PANEL - 1) / PANEL, blocks = (a->rows + ROW_BLOCK - 1) / ROW_BLOCK, item;
   while ((item = next_item(&a->next)) < panels * blocks) {
     long row = item / panels * ROW_BLOCK, end = row + ROW_BLOCK < a->rows ? row + ROW_BLOCK : a->rows;
+    if (end - row >= TILE_ROWS) {
+      compute_tiles(a, row, end - row, item % panels);
+      continue;
+    }
     for (; row + BLOCK_ROWS <= end; row += BLOCK_ROWS) compute_rows(a, BLOCK_ROWS, row, item % panels);
     for (; row + 2 <= end; row += 2) compute_rows(a, 2, row, item % panels);
     if (row < end) compute_rows(a, 1, row, item % panels);
@@ -191,14 +296,7 @@ static void compute_exact_blocks(void *data) {
       const float *inputs = (const float *)a->inputs + first * slots + g * a->group;
       product(rows, PANEL, a->group, inputs, slots, weights, a->group, sums, PANEL, g > 0);
     }
-    for (long r = 0; r < rows; r++)
-      for (int n = 0; n < NR; n++) {
-        long out = number * PANEL + n * VEC, count = a->outs - out < VEC ? a->outs - out : VEC;
-        if (count <= 0) break;
-        floats y = load(sums, r * PANEL + n * VEC, 0);
-        if (a->bias) y += load_some(a->bias, out, count, 0);
-        store_some(a->out, (first + r) * a->outs + out, y, count, 0);
-      }
+    write_totals(a, first, rows, number, sums);
   }
 }
 

@@ -15,10 +15,9 @@
 #include <time.h>
 #include <unistd.h>
 
-// Not by vectors.h, whose function select has the name of one that signal.h declares on aarch64.
-#define EXPORT __attribute__((visibility("default")))
+#include "visible.h"  // not vectors.h, whose ``select`` is another function in the headers above on aarch64
 
-#define AWAKE_NS 20000
+#define AWAKE_NS 100000
 
 // ``state`` of the team: whether threads may join, whether the caller sleeps, how many more threads may join (14 bits),
 // and how many compute (16 bits).

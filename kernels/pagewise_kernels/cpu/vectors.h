@@ -7,8 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "visible.h"
+
 #define INLINE static inline __attribute__((always_inline))
-#define EXPORT __attribute__((visibility("default")))
 
 typedef float floats __attribute__((vector_size(VEC * 4)));
 typedef int32_t ints __attribute__((vector_size(VEC * 4)));

@@ -1,0 +1,4 @@
+// Functions that others call.
+#pragma once
+
+#define EXPORT __attribute__((visibility("default")))
