@@ -89,6 +89,12 @@ class Activation(NamedTuple):
     shift: float
     limit: float
 
+    def of(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return the activations [.., inner] of gate and up [.., 2 · inner], by PyTorch."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.shift)
+
 
 SILU = Activation(1.0, 0.0, math.inf)
 """silu(gate) · up."""
