@@ -136,30 +136,31 @@ class Experts(ABC):
         """Return the sums, or None if there is no such expert."""
 
 
-class ByExpert(NamedTuple):
-    """Pairs of a token and an expert in the order of experts: ``order`` int64 [pairs]. ``active``: the experts that
-    have pairs. ``starts``: the first pair of each of them, and the number of pairs."""
+class SortedExperts(Experts):
+    """Experts of an operation that computes pairs of a token and an expert in the order of experts."""
 
-    order: torch.Tensor
-    active: torch.Tensor
-    starts: torch.Tensor
+    @abstractmethod
+    def _compute(
+        self, rows: torch.Tensor, activated: torch.Tensor, outs: torch.Tensor, active: torch.Tensor, starts: torch.Tensor
+    ) -> None:
+        """Write the outputs ``outs`` [pairs, hidden] of ``rows`` [pairs, hidden].
 
+        ``activated`` [pairs, inner]: scratch memory. ``active``: the experts that have pairs. ``starts``: the first pair
+        of each of them, and the number of pairs.
+        """
 
-def by_expert(chosen: torch.Tensor, num_experts: int) -> ByExpert | None:
-    """Sort the pairs of ``chosen`` [tokens, k]; return None if a number is of no expert."""
-    flat = chosen.flatten()
-    counts = flat.clamp(-1).add(1).bincount(minlength=num_experts + 1)
-    if len(counts) > num_experts + 1 or counts[0]:
-        return None
-    active = counts[1:].nonzero()[:, 0]
-    starts = counts[1:][active].cumsum(0)
-    return ByExpert(flat.argsort(stable=True), active, torch.cat([starts.new_zeros(1), starts]))
-
-
-def weighted_sums(outs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sums [tokens, hidden] of the outputs of pairs, which are in this ``order``, times ``weights``."""
-    of_tokens = outs[order.argsort()].view(*weights.shape, outs.shape[1])
-    return (of_tokens * weights.to(outs.dtype)[..., None]).sum(dim=1)
+    def _sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        flat = chosen.flatten()
+        counts = flat.clamp(-1).add(1).bincount(minlength=self.num_experts + 1)
+        if len(counts) > self.num_experts + 1 or counts[0]:
+            return None
+        order, active = flat.argsort(stable=True), counts[1:].nonzero()[:, 0]
+        starts = counts[1:][active].cumsum(0)
+        activated, outs = (empty((len(order), size), x.dtype) for size in (self.inner, self.hidden))
+        rows = x[order // chosen.shape[1]]
+        self._compute(rows, activated, outs, active, torch.cat([starts.new_zeros(1), starts]))
+        of_tokens = outs[order.argsort()].view(*weights.shape, self.hidden)
+        return (of_tokens * weights.to(outs.dtype)[..., None]).sum(dim=1)
 
 
 class PackedExperts(Experts):
