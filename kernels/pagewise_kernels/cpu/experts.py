@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import empty, load_library, threads
 from pagewise_kernels.cpu.operations import PackedWeight, check_input, check_norm, pack_panels
 
 MAX_EXPERTS = 4096
@@ -76,7 +76,7 @@ class Router:
         chosen = empty((tokens, self.top_k), torch.int64)
         self._library.pagewise_route(
             x.data_ptr(), x.stride(0), *self.pointers, logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), tokens,
-            self.hidden, self.num_experts, *self.settings, threads(), parallel_regions(),
+            self.hidden, self.num_experts, *self.settings, threads(),
         )  # fmt: skip
         return logits, weights, chosen
 
@@ -141,7 +141,12 @@ class SortedExperts(Experts):
 
     @abstractmethod
     def _compute(
-        self, rows: torch.Tensor, activated: torch.Tensor, outs: torch.Tensor, active: torch.Tensor, starts: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        activated: torch.Tensor,
+        outs: torch.Tensor,
+        active: torch.Tensor,
+        starts: torch.Tensor,
     ) -> None:
         """Write the outputs ``outs`` [pairs, hidden] of ``rows`` [pairs, hidden].
 
@@ -205,7 +210,7 @@ class PackedExperts(Experts):
         scratch = empty((self.scratch(pairs),), x.dtype)
         failed = self._library.pagewise_experts(
             x.data_ptr(), x.stride(0), *self.pointers, chosen.data_ptr(), weights.data_ptr(), scratch.data_ptr(),
-            out.data_ptr(), tokens, top_k, self.num_experts, self.hidden, self.inner, threads(), parallel_regions(),
+            out.data_ptr(), tokens, top_k, self.num_experts, self.hidden, self.inner, threads(),
         )  # fmt: skip
         return None if failed else out
 
@@ -245,6 +250,6 @@ class Mixture:
         self._library.pagewise_mixture(
             x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
             None if norm is None else norm.data_ptr(), eps, *self._router.pointers, *experts.pointers,
-            scratch.data_ptr(), out.data_ptr(), tokens, *self._settings, threads(), parallel_regions(),
+            scratch.data_ptr(), out.data_ptr(), tokens, *self._settings, threads(),
         )  # fmt: skip
         return out

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from pagewise_kernels.cpu.experts import SILU, Activation, SortedExperts
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import empty, load_library, threads
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
 
 
@@ -62,7 +62,12 @@ class Int4Experts(SortedExperts):
         return sum(weight.num_bytes for half in self._weights for weight in half)
 
     def _compute(
-        self, rows: torch.Tensor, activated: torch.Tensor, outs: torch.Tensor, active: torch.Tensor, starts: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        activated: torch.Tensor,
+        outs: torch.Tensor,
+        active: torch.Tensor,
+        starts: torch.Tensor,
     ) -> None:
         pairs = len(rows)
         inputs = empty((pairs, self._most_slots), torch.int8)
@@ -72,5 +77,4 @@ class Int4Experts(SortedExperts):
             self._tables[0].data_ptr(), self._tables[1].data_ptr(), self._factors.data_ptr(), active.data_ptr(),
             starts.data_ptr(), rows.data_ptr(), *(tensor.data_ptr() for tensor in scratch), *self._activation,
             len(active), self.num_experts, self.hidden, self.inner, self._most_slots, self._most_groups, threads(),
-            parallel_regions(),
         )  # fmt: skip

@@ -3,7 +3,7 @@
 import torch
 
 from pagewise_kernels.cpu.experts import SortedExperts
-from pagewise_kernels.cpu.library import load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import load_library, threads
 from pagewise_kernels.cpu.operations import in_panels
 from pagewise_kernels.mxfp4 import Mxfp4Weights
 
@@ -29,11 +29,16 @@ class PackedMxfp4Experts(SortedExperts):
         self._limit, self._alpha = limit, alpha
 
     def _compute(
-        self, rows: torch.Tensor, activated: torch.Tensor, outs: torch.Tensor, active: torch.Tensor, starts: torch.Tensor
+        self,
+        rows: torch.Tensor,
+        activated: torch.Tensor,
+        outs: torch.Tensor,
+        active: torch.Tensor,
+        starts: torch.Tensor,
     ) -> None:
         self._library.pagewise_mxfp4_experts(
             rows.data_ptr(), active.data_ptr(), starts.data_ptr(), *self._pointers, self._limit, self._alpha,
-            activated.data_ptr(), outs.data_ptr(), len(active), self.hidden, self.inner, threads(), parallel_regions(),
+            activated.data_ptr(), outs.data_ptr(), len(active), self.hidden, self.inner, threads(),
         )  # fmt: skip
 
 

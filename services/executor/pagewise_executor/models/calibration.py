@@ -1,10 +1,10 @@
 """Rounds the weights of linear layers by the inputs that a text gives them (``--quantization-text``).
 
-An error of a weight changes an output by as much as the input of that weight is large, and errors of weights whose inputs
-go together may cancel. So the text is computed once, in float32, and each decoder layer is quantised as soon as it has
-computed (``balanced_rounding``). Where layers are read one by one, the next one is read after that. So loading takes the
-memory that it takes without a text, and besides that of the hidden states of the text, and of products of inputs of
-one layer.
+The larger an input is, the more an error of its weight changes the output, and errors of weights whose inputs go
+together may cancel. So the text is computed once, in float32, and each decoder layer is quantised by
+``balanced_rounding`` as soon as it has computed. Where layers are read one by one, the next one is read after that:
+then loading takes the memory that it takes without a text, and that of the hidden states of the text and of the
+products of the inputs of one layer.
 """
 
 import hashlib
@@ -112,7 +112,7 @@ class Calibration:
         positions = torch.arange(self._text.shape[1]).repeat(len(self._text))
         with torch.no_grad(), self._plain_attention():
             model.get_decoder()(input_ids=self._text.view(1, -1), position_ids=positions[None], use_cache=False)
-        for part in list(self._watched):  # which are lists of modules, and no layers that compute
+        for part in list(self._watched):  # lists of modules that are no layers
             self._finish(part, done)
 
     def _finish(self, part: str, done: Callable[[str], None]) -> None:
@@ -202,8 +202,8 @@ class _Watched:
 
 
 class _ExpertInputs(NamedTuple):
-    """The tokens x [tokens, hidden] of the experts of a mixture, the experts [tokens, k] that they chose, and the result
-    of ``find_experts``."""
+    """The tokens x [tokens, hidden] of a mixture, the experts that they chose [tokens, k], and the result of
+    ``find_experts``."""
 
     x: torch.Tensor
     chosen: torch.Tensor
