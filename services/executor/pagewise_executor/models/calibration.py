@@ -127,7 +127,7 @@ class Calibration:
         products = self._current.products(module, *of_expert)
         made, error = quantise_balanced(weight, products) if products else quantise(weight)
         for part in (made.codes, made.scales):
-            self._digest.update(part.numpy())
+            self._digest.update(part.numpy().data)
         return made, error
 
     @contextmanager
@@ -157,9 +157,10 @@ class _PlainLayer(NamedTuple):
         """Attend; ``StepAttention`` explains the arguments."""
         if self.scale_queries is not None:
             q = self.scale_queries(q)
-        pieces = zip(*(x.split(self.piece) for x in (q, k, v)), strict=True)
-        options = 0, scale, window, softcap, sinks, self.attention_chunk
-        return torch.cat([attend_chunk(*piece, *options) for piece in pieces])
+        size = self.piece
+        pieces = zip(torch.split(q, size), torch.split(k, size), torch.split(v, size), strict=True)
+        chunk = self.attention_chunk
+        return torch.cat([attend_chunk(*each, 0, scale, window, softcap, sinks, chunk) for each in pieces])
 
 
 class _Watched:
