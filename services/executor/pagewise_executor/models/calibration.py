@@ -22,7 +22,7 @@ from pagewise_shared.errors import ModelError
 from torch import nn
 
 from pagewise_executor.attention.backend import AttentionShape
-from pagewise_executor.attention.torch_attention import attend_chunk
+from pagewise_executor.attention.torch_attention import LayerOfPieces
 from pagewise_executor.models.balanced_rounding import add_products, quantise_balanced
 from pagewise_executor.models.cpu_mixtures import find_experts, is_experts
 from pagewise_executor.models.four_bit_weight import FourBitWeight, quantise
@@ -135,32 +135,12 @@ class Calibration:
         """Let tokens attend to those of their own piece of the text."""
         for module, shape in self._attention.items():
             scale_queries = getattr(module, "scale_queries", None)
-            module.paged_layer = _PlainLayer(self._text.shape[1], shape.attention_chunk, scale_queries)  # type: ignore[assignment]
+            module.paged_layer = LayerOfPieces(self._text.shape[1], shape, scale_queries)  # type: ignore[assignment]
         try:
             yield
         finally:
             for module in self._attention:
                 del module.paged_layer
-
-
-class _PlainLayer(NamedTuple):
-    """Attention in place of a ``PagedLayer``, where each ``piece`` of the tokens is a sequence."""
-
-    piece: int
-    attention_chunk: int | None
-    scale_queries: Callable[[torch.Tensor], torch.Tensor] | None
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None,
-        softcap: float | None = None, sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Attend; ``StepAttention`` explains the arguments."""
-        if self.scale_queries is not None:
-            q = self.scale_queries(q)
-        size = self.piece
-        pieces = zip(torch.split(q, size), torch.split(k, size), torch.split(v, size), strict=True)
-        chunk = self.attention_chunk
-        return torch.cat([attend_chunk(*each, 0, scale, window, softcap, sinks, chunk) for each in pieces])
 
 
 class _Watched:
