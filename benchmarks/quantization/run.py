@@ -11,20 +11,22 @@ greedily the other one generates as well, before the first that differs.
 
 ``KV``: all keys and values are rounded. ``tier``: the first half of a text has been computed exactly, and comes back
 from a tier; the second half is compared. ``fp8 weights``: with inputs that are not rounded, as on GPUs without FP8.
-``int4 weights``: likewise. transformers computes with the rounded numbers in float32, except for linear layers in
+``int4 weights``: likewise. ``int4 with a text``: as with ``--quantization-text``, of other modules, or of the part of
+``--text`` behind the pieces. transformers computes with the rounded numbers in float32, except for linear layers in
 int8 and int4, which the CPU operations compute.
 """
 
 import argparse
 import statistics
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pagewise_executor.models.packed_linear import Int4Linear, Quantization, pack_linears, quantisation_of
+from pagewise_executor.models.calibration import Calibration
+from pagewise_executor.models.packed_linear import Int4Linear, Quantization, is_layer, pack_linears, quantisation_of
 from pagewise_executor.models.preparation import parts_of
 from pagewise_executor.models.quantised_linear import QuantisedLinear, quantise_linears
 from pagewise_executor.models.quantised_weight import FP8, Inputs, quantise_inputs
@@ -35,6 +37,10 @@ from benchmarks.quantization.rounding import Rounding, to_bfloat16, to_fp8, to_i
 from benchmarks.record import record_file, write_record
 
 _FILES = ("ast", "bisect", "calendar", "csv", "dataclasses", "difflib", "fractions", "heapq", "queue", "textwrap")
+_OTHER_FILES = (
+    "argparse", "configparser", "ftplib", "inspect", "locale", "mailbox", "optparse", "pathlib", "pickle", "shlex",
+    "smtplib", "socket", "subprocess", "tarfile", "threading", "zipfile",
+)  # fmt: skip
 _LENGTH, _NEW = 512, 64
 _KV: dict[str, tuple[Rounding, Rounding]] = {
     "KV bfloat16": (to_bfloat16, to_bfloat16),
@@ -72,15 +78,19 @@ class _ExactInputs(torch.nn.Module):
 
 
 class Formats:
-    """The model in ``path`` in each format, made when it is asked for: two models are in memory at a time."""
+    """The model in ``path`` in each format, made when it is asked for: two models are in memory at a time.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    ``sample``: the tokens of ``_sample``.
+    """
+
+    def __init__(self, path: Path, sample: torch.Tensor | None) -> None:
+        self._path, self._sample = path, sample
         self._rounding: tuple[Rounding, Rounding] = (to_int8, to_int8)
         AttentionInterface.register("rounded", self._attend)
         quantisations: tuple[Quantization, ...] = ("int8", "int4")
         self.make: dict[str, Callable[[], Any]] = {
             **{name: partial(self._packed, name) for name in quantisations},
+            **({"int4 with a text": self._calibrated} if sample is not None else {}),
             "int4 weights": lambda: _replaced(self._packed("int4"), Int4Linear, _ExactInputs),
             "fp8": lambda: self._fp8(Inputs()),
             "fp8 weights": lambda: self._fp8(Inputs(quantised=False)),
@@ -98,6 +108,23 @@ class Formats:
         model = self.exact()
         for part in list(parts_of(model)):
             pack_linears(model, "cpu", quantisation_of(part, quantization), part)
+        return model
+
+    def _calibrated(self) -> Any:
+        """Return the model in int4 by the sample. transformers sees where a piece of it begins by its positions."""
+        model = self.exact()
+        parts = list(parts_of(model))
+        assert self._sample is not None
+        calibration = Calibration(self._sample, {})
+
+        def done(part: str) -> None:
+            pack_linears(model, "cpu", "int4", part, calibration.quantise)
+
+        layers = [part for part in parts if is_layer(part)]
+        calibration.compute(model, layers, len(layers), lambda part: None, done)
+        for part in parts:
+            if part not in layers:
+                pack_linears(model, "cpu", quantisation_of(part, "int4"), part)
         return model
 
     def _fp8(self, inputs: Inputs) -> Any:
@@ -201,15 +228,28 @@ def _compare(model: Any, texts: list[_Exact], recovered: Rounding | None = None)
     }
 
 
+def _modules(path: Path, names: Sequence[str]) -> list[torch.Tensor]:
+    """Return the beginnings of modules of Python's standard library as tokens [1, tokens] of the model in ``path``."""
+    tokenizer, folder = AutoTokenizer.from_pretrained(path), Path(sysconfig.get_paths()["stdlib"])
+    return [torch.tensor([tokenizer((folder / f"{name}.py").read_text())["input_ids"][:_LENGTH]]) for name in names]
+
+
 def _texts(path: Path, file: str | None) -> list[torch.Tensor]:
     """Return pieces of text as tokens [1, tokens] of the model in ``path``."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
     if file is None:
-        modules = [(Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text() for name in _FILES]
-        return [torch.tensor([tokenizer(text)["input_ids"][:_LENGTH]]) for text in modules]
-    ids = tokenizer(Path(file).read_text())["input_ids"][: len(_FILES) * _LENGTH]
+        return _modules(path, _FILES)
+    ids = AutoTokenizer.from_pretrained(path)(Path(file).read_text())["input_ids"][: len(_FILES) * _LENGTH]
     pieces = [ids[start : start + _LENGTH] for start in range(0, len(ids), _LENGTH)]
     return [torch.tensor([piece]) for piece in pieces if len(piece) >= min(len(ids), _LENGTH)]
+
+
+def _sample(path: Path, file: str | None) -> torch.Tensor | None:
+    """Return pieces of another text as tokens [pieces, tokens]; None: the file has no more text."""
+    if file is None:
+        return torch.cat(_modules(path, _OTHER_FILES))
+    ids = AutoTokenizer.from_pretrained(path)(Path(file).read_text())["input_ids"][len(_FILES) * _LENGTH :]
+    pieces = torch.tensor(ids[: len(ids) // _LENGTH * _LENGTH]).view(-1, _LENGTH)[: len(_OTHER_FILES)]
+    return pieces if len(pieces) else None
 
 
 def main() -> None:
@@ -220,7 +260,7 @@ def main() -> None:
     parser.add_argument("--json", type=record_file, help="file to write the numbers to")
     args = parser.parse_args()
     path = resolve_model(args.model)
-    formats, texts = Formats(path), _texts(path, args.text)
+    formats, texts = Formats(path, _sample(path, args.text)), _texts(path, args.text)
     unknown = set(args.only or ()) - {*formats.make, *_TIERS}
     if unknown:
         parser.error(f"--only: {', '.join(sorted(unknown))} are none of {', '.join([*formats.make, *_TIERS])}")

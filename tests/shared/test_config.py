@@ -99,6 +99,12 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
         ([], {"PAGEWISE_DEVICE": "tpu"}, "PAGEWISE_DEVICE must be auto, cpu or cuda (got 'tpu')"),
         (["--tensor-parallel", "0"], {}, "--tensor-parallel must be a whole number from 1"),
         (["--tensor-parallel", "2", "--kv-mapping", "mmu"], {}, "cannot be used with --kv-mapping mmu"),
+        (["--quantization", "int8", "--quantization-text", "text"], {}, "is for --quantization int4"),
+        (
+            ["--quantization", "int4", "--quantization-text", "text", "--tensor-parallel", "2"],
+            {},
+            "--tensor-parallel 2 cannot be used with --quantization-text",
+        ),
         (["--simulate"], {"PAGEWISE_TENSOR_PARALLEL": "4"}, "--tensor-parallel 4 cannot be used with --simulate"),
         (["--pipeline-parallel-size", "2"], {}, "--pipeline-parallel-size: only 1 can be given (got '2')"),
         (["--enable-expert-parallel"], {}, "there is no option --enable-expert-parallel"),

@@ -350,8 +350,8 @@ EXPORT int pagewise_attend(const struct attention *a) {
     plan_items(&step);
     // All of them before any attention: the queries of a chunk see its other tokens.
     long written = a->tokens * (a->heads + 2 * a->kv_heads) * a->dim;
-    run_team(a->parallel, written < ALONE_WRITE ? 1 : a->threads, write_tokens, &step);
-    run_team(a->parallel, num_products(&step) < ALONE_ATTEND ? 1 : a->threads, compute_items, &step);
+    run_team(written < ALONE_WRITE ? 1 : a->threads, write_tokens, &step);
+    run_team(num_products(&step) < ALONE_ATTEND ? 1 : a->threads, compute_items, &step);
   }
   free(step.sums);
   free(step.items);

@@ -47,7 +47,6 @@ struct attention {
   int32_t int4;  // whether keys and values are in four bits, whose strides are in bytes
   const float *sinks;  // [heads]: logits that weigh like scores of tokens without values, or NULL
   int64_t threads;
-  parallel_fn parallel;
 };
 
 enum {

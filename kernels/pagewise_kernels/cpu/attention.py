@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewise_kernels.cpu.library import AttentionArguments, empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import AttentionArguments, empty, load_library, threads
 from pagewise_kernels.cpu.operations import TYPES
 from pagewise_kernels.kv_layer import INT4, INT8, KVLayer
 
@@ -66,7 +66,7 @@ class CpuStep:
             slots=slots.ctypes.data, tables=tables.ctypes.data, table_stride=tables.strides[0] // 4,
             block_size=block_size, tokens=len(slots), decodes=len(rows), num_chunks=len(chunks), rows=rows.ctypes.data,
             lengths=lengths.ctypes.data, chunks=chunks.ctypes.data, prefixes=prefixes.ctypes.data,
-            members=members.ctypes.data, threads=threads(), parallel=parallel_regions(),
+            members=members.ctypes.data, threads=threads(),
         )  # fmt: skip
         self._at = ctypes.byref(self._arguments)
 

@@ -9,7 +9,6 @@ struct rows {
   float eps;
   int bf16;
   long threads;
-  parallel_fn parallel;
   long counter;
 };
 
@@ -79,13 +78,12 @@ TEAM_BODY(norm_rows, norm_row)
 TEAM_BODY(silu_rows, silu_row)
 
 EXPORT void pagewise_rms_norm(const void *x, long x_stride, void *residual, const void *weight, void *out, long rows,
-                              long size, float eps, int bf16, long threads, parallel_fn parallel) {
-  struct rows a = {x, residual, out, weight, rows, size, x_stride, eps, bf16, threads, parallel, 0};
-  run_team(parallel, rows * size < ALONE_NORM ? 1 : threads, norm_rows, &a);
+                              long size, float eps, int bf16, long threads) {
+  struct rows a = {x, residual, out, weight, rows, size, x_stride, eps, bf16, threads, 0};
+  run_team(rows * size < ALONE_NORM ? 1 : threads, norm_rows, &a);
 }
 
-EXPORT void pagewise_silu_mul(const void *gate_up, long stride, void *out, long rows, long size, int bf16, long threads,
-                              parallel_fn parallel) {
-  struct rows a = {gate_up, 0, out, 0, rows, size, stride, 0, bf16, threads, parallel, 0};
-  run_team(parallel, rows * size < ALONE_SILU ? 1 : threads, silu_rows, &a);
+EXPORT void pagewise_silu_mul(const void *gate_up, long stride, void *out, long rows, long size, int bf16, long threads) {
+  struct rows a = {gate_up, 0, out, 0, rows, size, stride, 0, bf16, threads, 0};
+  run_team(rows * size < ALONE_SILU ? 1 : threads, silu_rows, &a);
 }

@@ -6,10 +6,10 @@
 
 // Of elementwise.c and router.c.
 void pagewise_rms_norm(const void *x, long x_stride, void *residual, const void *weight, void *out, long rows, long size,
-                       float eps, int bf16, long threads, parallel_fn parallel);
+                       float eps, int bf16, long threads);
 void pagewise_route(const float *x, long x_stride, const float *packed, const float *bias, const float *correction,
                     float *logits, float *weights, int64_t *chosen, long tokens, long hidden, long experts, long top_k,
-                    long groups, long top_groups, long normalise, float scale, long threads, parallel_fn parallel);
+                    long groups, long top_groups, long normalise, float scale, long threads);
 
 // What an expert makes of gate and up: gate * sigmoid(alpha * gate) * (up + shift), where neither is beyond the limit.
 struct activation {
@@ -101,9 +101,9 @@ static void add_up(void *data) {
 // Below so many products of a phase, waking a thread costs more than it saves.
 enum { ALONE_EXPERTS = 1 << 19 };
 
-static void run_phase(struct experts *a, void (*phase)(void *), long products, long threads, parallel_fn parallel) {
+static void run_phase(struct experts *a, void (*phase)(void *), long products, long threads) {
   a->next = 0;
-  run_team(parallel, products < ALONE_EXPERTS ? 1 : threads, phase, a);
+  run_team(products < ALONE_EXPERTS ? 1 : threads, phase, a);
 }
 
 // chosen [tokens, top_k]: numbers of experts. scratch: int64 [2 * experts + 1 + pairs], then float [pairs * (hidden +
@@ -111,7 +111,7 @@ static void run_phase(struct experts *a, void (*phase)(void *), long products, l
 EXPORT int pagewise_experts(const float *x, long x_stride, const float *gate_up, const float *gate_up_bias,
                             const float *down, const float *down_bias, float alpha, float shift, float limit,
                             const int64_t *chosen, const float *weights, void *scratch, float *out, long tokens,
-                            long top_k, long num_experts, long hidden, long inner, long threads, parallel_fn parallel) {
+                            long top_k, long num_experts, long hidden, long inner, long threads) {
   long pairs = tokens * top_k;
   int64_t *starts = scratch, *active = starts + num_experts + 1, *place = active + num_experts;
   float *rows = (float *)(place + pairs), *activated = rows + pairs * hidden;
@@ -133,9 +133,9 @@ EXPORT int pagewise_experts(const float *x, long x_stride, const float *gate_up,
   // Each start has moved to that of the next expert.
   memmove(starts + 1, starts, num_experts * sizeof(int64_t));
   starts[0] = 0;
-  run_phase(&a, activate, pairs * 2 * inner * hidden, threads, parallel);
-  run_phase(&a, project, pairs * inner * hidden, threads, parallel);
-  run_phase(&a, add_up, pairs * hidden, threads, parallel);
+  run_phase(&a, activate, pairs * 2 * inner * hidden, threads);
+  run_phase(&a, project, pairs * inner * hidden, threads);
+  run_phase(&a, add_up, pairs * hidden, threads);
   return 0;
 }
 
@@ -146,18 +146,18 @@ EXPORT void pagewise_mixture(const float *x, long x_stride, float *residual, con
                              const float *gate_up_bias, const float *down, const float *down_bias, float alpha, float shift,
                              float limit, int64_t *scratch, float *out, long tokens, long top_k, long groups,
                              long top_groups, long normalise, float scale, long num_experts, long hidden, long inner,
-                             long threads, parallel_fn parallel) {
+                             long threads) {
   long pairs = tokens * top_k;
   int64_t *own = scratch + pairs;
   float *normed = (float *)(own + 2 * num_experts + 1 + pairs) + pairs * (hidden + inner);
   float *logits = normed + tokens * hidden, *weights = logits + tokens * num_experts;
   if (norm) {
-    pagewise_rms_norm(x, x_stride, residual, norm, normed, tokens, hidden, eps, 0, threads, parallel);
+    pagewise_rms_norm(x, x_stride, residual, norm, normed, tokens, hidden, eps, 0, threads);
     x = normed;
     x_stride = hidden;
   }
   pagewise_route(x, x_stride, packed, bias, correction, logits, weights, scratch, tokens, hidden, num_experts, top_k, groups,
-                 top_groups, normalise, scale, threads, parallel);
+                 top_groups, normalise, scale, threads);
   pagewise_experts(x, x_stride, gate_up, gate_up_bias, down, down_bias, alpha, shift, limit, scratch, weights, own, out,
-                   tokens, top_k, num_experts, hidden, inner, threads, parallel);
+                   tokens, top_k, num_experts, hidden, inner, threads);
 }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import empty, load_library, threads
 from pagewise_kernels.cpu.operations import PackedWeight, check_input, check_norm, pack_panels
 
 MAX_EXPERTS = 4096
@@ -76,7 +76,7 @@ class Router:
         chosen = empty((tokens, self.top_k), torch.int64)
         self._library.pagewise_route(
             x.data_ptr(), x.stride(0), *self.pointers, logits.data_ptr(), weights.data_ptr(), chosen.data_ptr(), tokens,
-            self.hidden, self.num_experts, *self.settings, threads(), parallel_regions(),
+            self.hidden, self.num_experts, *self.settings, threads(),
         )  # fmt: skip
         return logits, weights, chosen
 
@@ -88,6 +88,12 @@ class Activation(NamedTuple):
     alpha: float
     shift: float
     limit: float
+
+    def of(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return the activations [.., inner] of gate and up [.., 2 · inner], by PyTorch."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.shift)
 
 
 SILU = Activation(1.0, 0.0, math.inf)
@@ -130,30 +136,36 @@ class Experts(ABC):
         """Return the sums, or None if there is no such expert."""
 
 
-class ByExpert(NamedTuple):
-    """Pairs of a token and an expert in the order of experts: ``order`` int64 [pairs]. ``active``: the experts that
-    have pairs. ``starts``: the first pair of each of them, and the number of pairs."""
+class SortedExperts(Experts):
+    """Experts of an operation that computes pairs of a token and an expert in the order of experts."""
 
-    order: torch.Tensor
-    active: torch.Tensor
-    starts: torch.Tensor
+    @abstractmethod
+    def _compute(
+        self,
+        rows: torch.Tensor,
+        activated: torch.Tensor,
+        outs: torch.Tensor,
+        active: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> None:
+        """Write the outputs ``outs`` [pairs, hidden] of ``rows`` [pairs, hidden].
 
+        ``activated`` [pairs, inner]: scratch memory. ``active``: the experts that have pairs. ``starts``: the first pair
+        of each of them, and the number of pairs.
+        """
 
-def by_expert(chosen: torch.Tensor, num_experts: int) -> ByExpert | None:
-    """Sort the pairs of ``chosen`` [tokens, k]; return None if a number is of no expert."""
-    flat = chosen.flatten()
-    counts = flat.clamp(-1).add(1).bincount(minlength=num_experts + 1)
-    if len(counts) > num_experts + 1 or counts[0]:
-        return None
-    active = counts[1:].nonzero()[:, 0]
-    starts = counts[1:][active].cumsum(0)
-    return ByExpert(flat.argsort(stable=True), active, torch.cat([starts.new_zeros(1), starts]))
-
-
-def weighted_sums(outs: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sums [tokens, hidden] of the outputs of pairs, which are in this ``order``, times ``weights``."""
-    of_tokens = outs[order.argsort()].view(*weights.shape, outs.shape[1])
-    return (of_tokens * weights.to(outs.dtype)[..., None]).sum(dim=1)
+    def _sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        flat = chosen.flatten()
+        counts = flat.clamp(-1).add(1).bincount(minlength=self.num_experts + 1)
+        if len(counts) > self.num_experts + 1 or counts[0]:
+            return None
+        order, active = flat.argsort(stable=True), counts[1:].nonzero()[:, 0]
+        starts = counts[1:][active].cumsum(0)
+        activated, outs = (empty((len(order), size), x.dtype) for size in (self.inner, self.hidden))
+        rows = x[order // chosen.shape[1]]
+        self._compute(rows, activated, outs, active, torch.cat([starts.new_zeros(1), starts]))
+        of_tokens = outs[order.argsort()].view(*weights.shape, self.hidden)
+        return (of_tokens * weights.to(outs.dtype)[..., None]).sum(dim=1)
 
 
 class PackedExperts(Experts):
@@ -198,7 +210,7 @@ class PackedExperts(Experts):
         scratch = empty((self.scratch(pairs),), x.dtype)
         failed = self._library.pagewise_experts(
             x.data_ptr(), x.stride(0), *self.pointers, chosen.data_ptr(), weights.data_ptr(), scratch.data_ptr(),
-            out.data_ptr(), tokens, top_k, self.num_experts, self.hidden, self.inner, threads(), parallel_regions(),
+            out.data_ptr(), tokens, top_k, self.num_experts, self.hidden, self.inner, threads(),
         )  # fmt: skip
         return None if failed else out
 
@@ -238,6 +250,6 @@ class Mixture:
         self._library.pagewise_mixture(
             x.data_ptr(), x.stride(0), None if residual is None else residual.data_ptr(),
             None if norm is None else norm.data_ptr(), eps, *self._router.pointers, *experts.pointers,
-            scratch.data_ptr(), out.data_ptr(), tokens, *self._settings, threads(), parallel_regions(),
+            scratch.data_ptr(), out.data_ptr(), tokens, *self._settings, threads(),
         )  # fmt: skip
         return out

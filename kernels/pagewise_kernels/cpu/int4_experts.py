@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from pagewise_kernels.cpu.experts import SILU, Activation, Experts, by_expert, weighted_sums
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.experts import SILU, Activation, SortedExperts
+from pagewise_kernels.cpu.library import empty, load_library, threads
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
 
 
@@ -33,7 +33,7 @@ class Int4Parts(NamedTuple):
         return Int4Parts(padded(self.codes), padded(self.scales), zeros, self.group_of, bias, self.unit)
 
 
-class Int4Experts(Experts):
+class Int4Experts(SortedExperts):
     """Experts whose weights stay in four bits, and whose inputs are rounded to eight bits by group.
 
     ``gate_up``: of each expert, [2 · inner, hidden], first gate and then up. ``down``: [hidden, inner].
@@ -61,19 +61,20 @@ class Int4Experts(Experts):
         """The memory of codes, scales and zeros."""
         return sum(weight.num_bytes for half in self._weights for weight in half)
 
-    def _sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        found = by_expert(chosen, self.num_experts)
-        if found is None:
-            return None
-        pairs, (order, active, starts) = chosen.numel(), found
-        rows, activated = x[order // chosen.shape[1]], empty((pairs, self.inner), x.dtype)
-        outs, inputs = empty((pairs, self.hidden), x.dtype), empty((pairs, self._most_slots), torch.int8)
-        scales, sums = (x.new_empty(pairs, self._most_groups, dtype=kind) for kind in (torch.float32, torch.int32))
+    def _compute(
+        self,
+        rows: torch.Tensor,
+        activated: torch.Tensor,
+        outs: torch.Tensor,
+        active: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> None:
+        pairs = len(rows)
+        inputs = empty((pairs, self._most_slots), torch.int8)
+        scales, sums = (rows.new_empty(pairs, self._most_groups, dtype=kind) for kind in (torch.float32, torch.int32))
         scratch = activated, outs, inputs, scales, sums
         self._library.pagewise_int4_experts(
             self._tables[0].data_ptr(), self._tables[1].data_ptr(), self._factors.data_ptr(), active.data_ptr(),
             starts.data_ptr(), rows.data_ptr(), *(tensor.data_ptr() for tensor in scratch), *self._activation,
             len(active), self.num_experts, self.hidden, self.inner, self._most_slots, self._most_groups, threads(),
-            parallel_regions(),
         )  # fmt: skip
-        return weighted_sums(outs, order, weights)

@@ -30,39 +30,39 @@ _least_free: defaultdict[int, int] = defaultdict(int)
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 FUNCTIONS = {
     "pagewise_rms_norm": [
-        _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, ctypes.c_int, _LONG, _POINTER
+        _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, ctypes.c_float, ctypes.c_int, _LONG
     ],
-    "pagewise_silu_mul": [_POINTER, _LONG, _POINTER, _LONG, _LONG, ctypes.c_int, _LONG, _POINTER],
+    "pagewise_silu_mul": [_POINTER, _LONG, _POINTER, _LONG, _LONG, ctypes.c_int, _LONG],
     "pagewise_panel": [],
     "pagewise_linear": [
-        _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER
+        _POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG
     ],
     "pagewise_route": [
-        _POINTER, _LONG, *[_POINTER] * 6, *[_LONG] * 7, ctypes.c_float, _LONG, _POINTER
+        _POINTER, _LONG, *[_POINTER] * 6, *[_LONG] * 7, ctypes.c_float, _LONG
     ],
     "pagewise_experts": [
-        _POINTER, _LONG, *[_POINTER] * 4, *[ctypes.c_float] * 3, *[_POINTER] * 4, *[_LONG] * 6, _POINTER
+        _POINTER, _LONG, *[_POINTER] * 4, *[ctypes.c_float] * 3, *[_POINTER] * 4, *[_LONG] * 6
     ],
     "pagewise_mixture": [
         _POINTER, _LONG, _POINTER, _POINTER, ctypes.c_float, *[_POINTER] * 7, *[ctypes.c_float] * 3, _POINTER, _POINTER,
-        *[_LONG] * 5, ctypes.c_float, *[_LONG] * 4, _POINTER
+        *[_LONG] * 5, ctypes.c_float, *[_LONG] * 4
     ],
     "pagewise_mxfp4_experts": [
-        *[_POINTER] * 9, ctypes.c_float, ctypes.c_float, *[_POINTER] * 2, _LONG, _LONG, _LONG, _LONG, _POINTER
+        *[_POINTER] * 9, ctypes.c_float, ctypes.c_float, *[_POINTER] * 2, _LONG, _LONG, _LONG, _LONG
     ],
     "pagewise_int8_panel": [],
     "pagewise_int8_group": [],
     "pagewise_linear_int8": [
-        _POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG, _LONG, _LONG, _POINTER
+        _POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG, _LONG, _LONG
     ],
     "pagewise_linear_int4": [
-        _POINTER, _LONG, *[_POINTER] * 5, ctypes.c_float, *[_POINTER] * 4, *[_LONG] * 8, _POINTER
+        _POINTER, _LONG, *[_POINTER] * 5, ctypes.c_float, *[_POINTER] * 4, *[_LONG] * 8
     ],
     "pagewise_int4_experts": [
-        *[_POINTER] * 11, *[ctypes.c_float] * 3, *[_LONG] * 7, _POINTER
+        *[_POINTER] * 11, *[ctypes.c_float] * 3, *[_LONG] * 7
     ],
     "pagewise_linear_grouped": [
-        _POINTER, _LONG, *[_POINTER] * 10, *[_LONG] * 9, _POINTER
+        _POINTER, _LONG, *[_POINTER] * 10, *[_LONG] * 9
     ],
     "pagewise_sizeof_attention": [],
     "pagewise_attend": [_POINTER],
@@ -102,7 +102,6 @@ class AttentionArguments(ctypes.Structure):
         (ctypes.c_int32, "int4"),
         (_POINTER, "sinks"),
         (_LONG, "threads"),
-        (_POINTER, "parallel"),
     )
 
 
@@ -118,7 +117,6 @@ class RecurrenceArguments(ctypes.Structure):
         (_LONG, "inner values_from norm_size gate gate_first bf16"),
         (ctypes.c_float, "beta_scale eps dt_least dt_most"),
         (_LONG, "threads"),
-        (_POINTER, "parallel"),
         (_LONG, "next"),
     )
 
@@ -162,12 +160,6 @@ def has_fast_products() -> bool:
         LibraryMissingError: there is no library.
     """
     return load_library().variant.vec >= 8
-
-
-@functools.cache
-def parallel_regions() -> int | None:
-    """Return the address of ``pagewise_parallel``, which runs an operation on a team of threads."""
-    return ctypes.cast(load_library().pagewise_parallel, ctypes.c_void_p).value
 
 
 def threads() -> int:

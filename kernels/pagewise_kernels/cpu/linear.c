@@ -29,9 +29,9 @@ static void compute_blocks(void *data) {
 enum { ALONE_LINEAR = 1 << 19 };
 
 EXPORT void pagewise_linear(const float *x, long x_stride, const float *packed, const float *bias, float *out, long rows,
-                            long in, long outs, long threads, parallel_fn parallel) {
+                            long in, long outs, long threads) {
   struct linear a = {x, packed, bias, out, rows, in, outs, x_stride, 0};
-  run_team(parallel, rows * in * outs < ALONE_LINEAR ? 1 : threads, compute_blocks, &a);
+  run_team(rows * in * outs < ALONE_LINEAR ? 1 : threads, compute_blocks, &a);
 }
 
 EXPORT long pagewise_panel(void) { return PANEL; }

@@ -204,11 +204,11 @@ EXPORT void pagewise_linear_grouped(const float *x, long x_stride, const uint32_
                                     const int8_t *steps, const uint16_t *leasts, const int8_t *least_steps,
                                     const float *bias, float *out, int8_t *inputs, float *input_scales,
                                     int32_t *input_sums, long bits, long zero, long exact, long rows, long groups,
-                                    long group, long span, long outs, long threads, parallel_fn parallel) {
+                                    long group, long span, long outs, long threads) {
   struct linear_grouped a = {x, codes, scales, leasts, steps, least_steps, bias, out, inputs, input_scales, input_sums,
                              bits, zero, exact, rows, groups, group, span, outs, x_stride, 0};
-  if (!exact) run_team(parallel, rows * groups * group < ALONE_INPUTS ? 1 : threads, read_rows, &a);
+  if (!exact) run_team(rows * groups * group < ALONE_INPUTS ? 1 : threads, read_rows, &a);
   a.next = 0;
-  run_team(parallel, rows * groups * group * outs < ALONE_PRODUCTS ? 1 : threads,
+  run_team(rows * groups * group * outs < ALONE_PRODUCTS ? 1 : threads,
            exact ? compute_exact_blocks : compute_blocks, &a);
 }

@@ -2,7 +2,7 @@
 
 import torch
 
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import empty, load_library, threads
 from pagewise_kernels.cpu.operations import check_input, in_panels
 
 GROUPS = (16, 32)
@@ -79,7 +79,7 @@ class GroupedWeight:
         self._library.pagewise_linear_grouped(
             x.data_ptr(), x.stride(0), *self._pointers, out.data_ptr(), inputs.data_ptr(), scales.data_ptr(),
             sums.data_ptr(), self.bits, self._zero, exact, rows, self._groups, self.group, self._span, self.outs,
-            threads(), parallel_regions(),
+            threads(),
         )  # fmt: skip
         return out
 

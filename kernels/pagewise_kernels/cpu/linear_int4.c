@@ -318,13 +318,12 @@ enum { ALONE_PRODUCTS = 1 << 20, ALONE_INPUTS = 1 << 17 };
 EXPORT void pagewise_linear_int4(const float *x, long x_stride, const int32_t *order, const uint32_t *codes,
                                  const uint16_t *scales, const uint8_t *zeros, const float *bias, float factor,
                                  float *out, void *inputs, float *input_scales, int32_t *input_sums, long e2m1,
-                                 long exact, long rows, long given, long groups, long group, long outs, long threads,
-                                 parallel_fn parallel) {
+                                 long exact, long rows, long given, long groups, long group, long outs, long threads) {
   struct linear_int4 a = {x, order, codes, scales, zeros, bias, factor, out, inputs, input_scales, input_sums,
                           e2m1, exact, rows, given, groups, group, outs, x_stride, 0};
-  run_team(parallel, rows * given < ALONE_INPUTS ? 1 : threads, read_rows, &a);
+  run_team(rows * given < ALONE_INPUTS ? 1 : threads, read_rows, &a);
   a.next = 0;
-  run_team(parallel, rows * given * outs < ALONE_PRODUCTS ? 1 : threads, exact ? compute_exact_blocks : compute_blocks, &a);
+  run_team(rows * given * outs < ALONE_PRODUCTS ? 1 : threads, exact ? compute_exact_blocks : compute_blocks, &a);
 }
 
 // A weight of an expert, in the layout of linear_int4. bias: NULL, or [panels][PANEL].
@@ -429,16 +428,15 @@ EXPORT void pagewise_int4_experts(const struct int4_weight *gate_up, const struc
                                   const float *factors, const int64_t *active, const int64_t *starts, const float *x,
                                   float *activated, float *out, int8_t *inputs, float *input_scales,
                                   int32_t *input_sums, float alpha, float shift, float limit, long num_active,
-                                  long experts, long hidden, long inner, long slots, long groups, long threads,
-                                  parallel_fn parallel) {
+                                  long experts, long hidden, long inner, long slots, long groups, long threads) {
   struct int4_experts a = {gate_up, down, factors, active, starts, x, activated, out, inputs, input_scales, input_sums,
                            alpha, shift, limit, num_active, experts, hidden, inner, slots, groups, 0};
   long rows = starts[num_active], products = rows * hidden * inner;
-  run_team(parallel, rows * hidden < ALONE_INPUTS ? 1 : threads, quantise_x, &a);
+  run_team(rows * hidden < ALONE_INPUTS ? 1 : threads, quantise_x, &a);
   a.next = 0;
-  run_team(parallel, 2 * products < ALONE_PRODUCTS ? 1 : threads, activate_experts, &a);
+  run_team(2 * products < ALONE_PRODUCTS ? 1 : threads, activate_experts, &a);
   a.next = 0;
-  run_team(parallel, rows * inner < ALONE_INPUTS ? 1 : threads, quantise_activated, &a);
+  run_team(rows * inner < ALONE_INPUTS ? 1 : threads, quantise_activated, &a);
   a.next = 0;
-  run_team(parallel, products < ALONE_PRODUCTS ? 1 : threads, project_experts, &a);
+  run_team(products < ALONE_PRODUCTS ? 1 : threads, project_experts, &a);
 }

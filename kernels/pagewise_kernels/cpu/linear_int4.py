@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import empty, load_library, threads
 from pagewise_kernels.cpu.operations import check_input, in_panels
 from pagewise_kernels.input_slots import slots_of
 
@@ -93,7 +93,7 @@ class Int4Weight:
         self._library.pagewise_linear_int4(
             x.data_ptr(), x.stride(0), *self._pointers, self._factor, out.data_ptr(), inputs.data_ptr(),
             scales.data_ptr(), sums.data_ptr(), self._e2m1, exact, rows, self.ins, self._groups, self.group, self.outs,
-            threads(), parallel_regions(),
+            threads(),
         )  # fmt: skip
         return out
 

@@ -137,12 +137,12 @@ enum { ALONE_PRODUCTS = 1 << 20, ALONE_INPUTS = 1 << 17 };
 
 EXPORT void pagewise_linear_int8(const float *x, long x_stride, const int8_t *packed, const float *scales,
                                  const int32_t *offsets, const float *bias, float *out, uint8_t *inputs,
-                                 float *row_scales, long rows, long in, long outs, long threads, parallel_fn parallel) {
+                                 float *row_scales, long rows, long in, long outs, long threads) {
   struct linear_int8 a = {x, packed, scales, offsets, bias, out, inputs, row_scales, rows, in, outs, x_stride,
                           (in + GROUP - 1) / GROUP, 0};
-  run_team(parallel, rows * in < ALONE_INPUTS ? 1 : threads, quantise_rows, &a);
+  run_team(rows * in < ALONE_INPUTS ? 1 : threads, quantise_rows, &a);
   a.next = 0;
-  run_team(parallel, rows * in * outs < ALONE_PRODUCTS ? 1 : threads, compute_blocks, &a);
+  run_team(rows * in * outs < ALONE_PRODUCTS ? 1 : threads, compute_blocks, &a);
 }
 
 EXPORT long pagewise_int8_panel(void) { return PANEL; }

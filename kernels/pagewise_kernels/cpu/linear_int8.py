@@ -3,7 +3,7 @@
 import torch
 
 from pagewise_kernels.cpu import huge_pages
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import empty, load_library, threads
 from pagewise_kernels.cpu.operations import check_input
 
 MAX_INPUTS = 65_536
@@ -90,6 +90,6 @@ class Int8Weight:
         inputs = empty((rows, self._groups * self._group), torch.uint8)
         self._library.pagewise_linear_int8(
             x.data_ptr(), x.stride(0), *self._pointers, out.data_ptr(), inputs.data_ptr(), row_scales.data_ptr(),
-            rows, self.ins, self.outs, threads(), parallel_regions(),
+            rows, self.ins, self.outs, threads(),
         )  # fmt: skip
         return out

@@ -181,11 +181,11 @@ EXPORT void pagewise_mxfp4_experts(const float *x, const int64_t *active, const 
                                    const uint32_t *gate_up, const uint8_t *gate_up_scales, const float *gate_up_bias,
                                    const uint32_t *down, const uint8_t *down_scales, const float *down_bias,
                                    float limit, float alpha, float *activated, float *out, long num_active, long hidden,
-                                   long inner, long threads, parallel_fn parallel) {
+                                   long inner, long threads) {
   struct mxfp4 a = {{gate_up, gate_up_scales, gate_up_bias}, {down, down_scales, down_bias}, active, starts, x,
                     activated, out, limit, alpha, num_active, hidden, inner, 0};
   long products = starts[num_active] * hidden * inner;
-  run_team(parallel, 2 * products < ALONE_MXFP4 ? 1 : threads, activate, &a);
+  run_team(2 * products < ALONE_MXFP4 ? 1 : threads, activate, &a);
   a.next = 0;
-  run_team(parallel, products < ALONE_MXFP4 ? 1 : threads, project, &a);
+  run_team(products < ALONE_MXFP4 ? 1 : threads, project, &a);
 }

@@ -2,13 +2,13 @@
 
 import torch
 
-from pagewise_kernels.cpu.experts import Experts, by_expert, weighted_sums
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.experts import SortedExperts
+from pagewise_kernels.cpu.library import load_library, threads
 from pagewise_kernels.cpu.operations import in_panels
 from pagewise_kernels.mxfp4 import Mxfp4Weights
 
 
-class PackedMxfp4Experts(Experts):
+class PackedMxfp4Experts(SortedExperts):
     """Experts of gpt-oss, whose weights stay in four bits, in panels of outputs.
 
     ``gate_up``: [experts, 2 · inner, hidden], where gate and up take turns. ``down``: [experts, hidden, inner]. Gates
@@ -28,18 +28,18 @@ class PackedMxfp4Experts(Experts):
         self._pointers = [tensor.data_ptr() for tensor in self._packed]
         self._limit, self._alpha = limit, alpha
 
-    def _sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        found = by_expert(chosen, self.num_experts)
-        if found is None:
-            return None
-        pairs, (order, active, starts) = chosen.numel(), found
-        rows, activated = x[order // chosen.shape[1]], empty((pairs, self.inner), x.dtype)
-        outs = empty((pairs, self.hidden), x.dtype)
+    def _compute(
+        self,
+        rows: torch.Tensor,
+        activated: torch.Tensor,
+        outs: torch.Tensor,
+        active: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> None:
         self._library.pagewise_mxfp4_experts(
             rows.data_ptr(), active.data_ptr(), starts.data_ptr(), *self._pointers, self._limit, self._alpha,
-            activated.data_ptr(), outs.data_ptr(), len(active), self.hidden, self.inner, threads(), parallel_regions(),
+            activated.data_ptr(), outs.data_ptr(), len(active), self.hidden, self.inner, threads(),
         )  # fmt: skip
-        return weighted_sums(outs, order, weights)
 
 
 def _packed(weights: Mxfp4Weights) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

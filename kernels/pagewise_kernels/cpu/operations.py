@@ -3,7 +3,7 @@
 import torch
 
 from pagewise_kernels.cpu import huge_pages
-from pagewise_kernels.cpu.library import empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import empty, load_library, threads
 
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -21,7 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     out = empty((rows, size), x.dtype)
     load_library().pagewise_rms_norm(
         x.data_ptr(), x.stride(0), residual.data_ptr() if residual is not None else None, weight.data_ptr(),
-        out.data_ptr(), rows, size, eps, x.dtype == torch.bfloat16, threads(), parallel_regions(),
+        out.data_ptr(), rows, size, eps, x.dtype == torch.bfloat16, threads(),
     )  # fmt: skip
     return out
 
@@ -39,7 +39,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = empty((rows, size), gate_up.dtype)
     load_library().pagewise_silu_mul(
         gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, gate_up.dtype == torch.bfloat16,
-        threads(), parallel_regions(),
+        threads(),
     )  # fmt: skip
     return out
 
@@ -99,7 +99,6 @@ class PackedWeight:
         packed, bias = self.pointers
         self._library.pagewise_linear(
             x.data_ptr(), x.stride(0), packed, bias, out.data_ptr(), rows, self.ins, self.outs, threads(),
-            parallel_regions(),
         )  # fmt: skip
         return out
 

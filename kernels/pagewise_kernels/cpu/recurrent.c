@@ -271,7 +271,7 @@ EXPORT int pagewise_recur(struct recurrence *a) {
   for (int i = 0; i < 3; i++) {
     if (i == 1 && !a->heads) continue;
     a->next = 0;
-    run_team(a->parallel, values < ALONE_STATES ? 1 : a->threads, bodies[i], a);
+    run_team(values < ALONE_STATES ? 1 : a->threads, bodies[i], a);
   }
   return 0;
 }

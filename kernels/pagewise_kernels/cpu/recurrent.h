@@ -33,7 +33,6 @@ struct recurrence {
   int64_t inner, values_from, norm_size, gate, gate_first, bf16;
   float beta_scale, eps, dt_least, dt_most;
   int64_t threads;
-  parallel_fn parallel;
   int64_t next;
 };
 

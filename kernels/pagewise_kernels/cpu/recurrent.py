@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from pagewise_kernels.cpu.library import RecurrenceArguments, empty, load_library, parallel_regions, threads
+from pagewise_kernels.cpu.library import RecurrenceArguments, empty, load_library, threads
 
 MAX_STATE = 1 << 16
 """Most values of the state of a head: a thread has room for one of them."""
@@ -189,7 +189,7 @@ class RecurrentStep:
         a.read = None if blocks.read is None else blocks.read.data_ptr()
         a.written, a.pages_per_block = None if blocks.written is None else blocks.written.data_ptr(), per_block
         a.conv_start, a.state_start, a.convolved = blocks.conv_start, blocks.state_start, convolved.data_ptr()
-        a.outputs, a.threads, a.parallel = outputs.data_ptr(), threads(), parallel_regions()
+        a.outputs, a.threads = outputs.data_ptr(), threads()
         if wrong := self._library.pagewise_recur(self._at):
             kind, most = (("pages", len(memory)), ("rows", count))[wrong - 1]
             raise ValueError(f"there are {kind} that are not among the {most}")

@@ -4,7 +4,7 @@
 
 // Of linear.c.
 void pagewise_linear(const float *x, long x_stride, const float *packed, const float *bias, float *out, long rows, long in,
-                     long outs, long threads, parallel_fn parallel);
+                     long outs, long threads);
 
 struct router {
   // logits [tokens, experts]; weights and chosen [tokens, top_k].
@@ -113,9 +113,9 @@ enum { ALONE_ROUTER = 1 << 15 };
 EXPORT void pagewise_route(const float *x, long x_stride, const float *packed, const float *bias, const float *correction,
                            float *logits, float *weights, int64_t *chosen, long tokens, long hidden,
                            long experts, long top_k, long groups, long top_groups, long normalise,
-                           float scale, long threads, parallel_fn parallel) {
+                           float scale, long threads) {
   struct router a = {logits, correction, weights, chosen, tokens, experts, top_k, groups, top_groups, normalise,
                      scale, 0};
-  pagewise_linear(x, x_stride, packed, bias, logits, tokens, hidden, experts, threads, parallel);
-  run_team(parallel, tokens * experts < ALONE_ROUTER ? 1 : threads, choose, &a);
+  pagewise_linear(x, x_stride, packed, bias, logits, tokens, hidden, experts, threads);
+  run_team(tokens * experts < ALONE_ROUTER ? 1 : threads, choose, &a);
 }

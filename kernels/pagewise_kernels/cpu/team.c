@@ -101,7 +101,7 @@ static unsigned create_threads(unsigned wanted) {
   return team.threads;
 }
 
-static void run(long threads, void (*body)(void *), void *data) {
+void run_team(long threads, void (*body)(void *), void *data) {
   if (threads < 2 || pthread_mutex_trylock(&team.used)) {  // another caller has the team
     body(data);
     return;
@@ -118,10 +118,4 @@ static void run(long threads, void (*body)(void *), void *data) {
     if (awake_until(end) && atomic_compare_exchange_strong(&team.state, &state, state | CALLER_SLEEPS))
       sleep_while(&team.state, state | CALLER_SLEEPS);
   pthread_mutex_unlock(&team.used);
-}
-
-// The signature of OpenMP's regions, which the operations call.
-EXPORT void pagewise_parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
-  (void)flags;
-  run(threads, body, data);
 }

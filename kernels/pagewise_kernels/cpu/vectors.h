@@ -139,16 +139,8 @@ INLINE floats swish_of(floats x, float alpha) {
 // silu(gate) · up, where silu is rounded as transformers does.
 INLINE floats silu_mul_of(floats gate, floats up, int bf16) { return rounded(swish_of(gate, 1.0f), bf16) * up; }
 
-// Run body(data) on all threads of a team. ``parallel`` is GOMP_parallel of the OpenMP runtime that torch has loaded, so
-// that the team is torch's own: a second one would compete with it for the cores. NULL, or one thread: run it here.
-typedef void (*parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
-
-INLINE void run_team(parallel_fn parallel, long threads, void (*body)(void *), void *data) {
-  if (parallel && threads > 1)
-    parallel(body, data, (unsigned)threads, 0);
-  else
-    body(data);
-}
+// Run body(data) on so many threads of the team (team.c).
+void run_team(long threads, void (*body)(void *), void *data);
 
 // The next piece of work, for whichever thread asks.
 INLINE long next_item(long *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }

@@ -86,6 +86,13 @@ def _check_parallel(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"--tensor-parallel {ranks} cannot be used with {text}")
 
 
+def _check_quantization(values: Mapping[str, Any]) -> None:
+    if values.get("quantization_text") is not None and values.get("quantization") != "int4":
+        raise ConfigError("--quantization-text is for --quantization int4")
+    if values.get("quantization_text") is not None and (ranks := values.get("tensor_parallel", 1)) > 1:
+        raise ConfigError(f"--tensor-parallel {ranks} cannot be used with --quantization-text")
+
+
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.IGNORECASE)
 _LONGEST_NAME = 253
 
@@ -147,6 +154,7 @@ _CHECKS: tuple[Callable[[dict[str, Any]], None], ...] = (
     _check_step,
     _check_sizes,
     _check_parallel,
+    _check_quantization,
     _check_tracing,
     check_speculative,
     check_sampling_defaults,

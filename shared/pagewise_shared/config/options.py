@@ -495,6 +495,16 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
             "says how much. Executors that serve a model together need the same value.",
         ),
     ] = "none"
+    quantization_text: Annotated[
+        str | None,
+        _help(
+            "text with which --quantization int4 rounds weights so that outputs change less (default: each by itself)",
+            "FILE",
+            "A few pages, of the kind that is served; up to 8,192 tokens are computed while the model is loaded "
+            "([quantization.md](quantization.md#rounding-by-a-text)). Executors that serve a model together need the "
+            "same text, and processors of one kind. Not with `--tensor-parallel`.",
+        ),
+    ] = None
     deterministic: Annotated[
         bool,
         _help(
@@ -768,8 +778,8 @@ class UpConfig(Struct, frozen=True, kw_only=True):
 
 _GROUPS = {
     "model": (
-        "revision served_model_name max_model_len device dtype kernels attention quantization deterministic "
-        "trust_remote_code simulate simulate_step"
+        "revision served_model_name max_model_len device dtype kernels attention quantization quantization_text "
+        "deterministic trust_remote_code simulate simulate_step"
     ),
     "batching": "max_num_seqs max_num_batched_tokens max_waiting max_waiting_tokens routing speculative_config",
     "KV cache": (

@@ -1,12 +1,14 @@
 """Paged attention in plain PyTorch. It runs on any device; on the CPU it is the default."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pagewise_executor.attention.backend import AttentionBackend, PagedLayer
+from pagewise_executor.attention.backend import AttentionBackend, AttentionShape, PagedLayer
 from pagewise_executor.attention.decode import (
     ChunkContext,
     DecodeGroup,
@@ -153,3 +155,23 @@ def attend_chunk(
         of_heads = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
         attended = attend(queries, k, v, mask, scale, softcap, of_heads)
     return attended.permute(2, 0, 1, 3).reshape(size, heads, -1)
+
+
+class LayerOfPieces(NamedTuple):
+    """Attention of a layer in place of its ``PagedLayer``, without a pool: each ``piece`` of tokens is a sequence."""
+
+    piece: int
+    shape: AttentionShape
+    scale_queries: Callable[[torch.Tensor], torch.Tensor] | None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None = None,
+        softcap: float | None = None, sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attend; ``StepAttention`` explains the arguments."""
+        if self.scale_queries is not None:
+            q = self.scale_queries(q)
+        size = self.piece
+        pieces = zip(torch.split(q, size), torch.split(k, size), torch.split(v, size), strict=True)
+        chunk = self.shape.attention_chunk
+        return torch.cat([attend_chunk(*each, 0, scale, window, softcap, sinks, chunk) for each in pieces])

@@ -122,14 +122,18 @@ def _experts(module: Any) -> "PackedExperts | None":
     return functools.partial(PackedExperts, activation=activation)(*weights)
 
 
+def is_experts(module: Any) -> bool:
+    """Return whether a module has weights in float32 as experts of transformers have them."""
+    return all(_is_float32(getattr(module, name, None), 3) for name in ("gate_up_proj", "down_proj"))
+
+
 def find_experts(module: Any) -> "tuple[list[torch.Tensor], Activation] | None":
     """Return the weights in float32 of gate and up and of down, then biases if there are any, and the activation, with
     which ``PackedExperts`` compute as a module of transformers does; None: there are none.
     """
     from pagewise_kernels.cpu.experts import SILU, Activation, PackedExperts
 
-    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if not _is_float32(gate_up, 3) or not _is_float32(down, 3):
+    if not is_experts(module):
         return None
     weights: list[torch.Tensor] = [module.gate_up_proj.detach(), module.down_proj.detach()]
     if getattr(module, "has_bias", False):

@@ -10,7 +10,7 @@ from torch import nn
 from pagewise_executor.models import four_bit_weight
 from pagewise_executor.models.cpu_mixtures import find_experts
 from pagewise_executor.models.four_bit_linear import CpuFourBitExperts, FourBitLinear
-from pagewise_executor.models.four_bit_weight import FourBitWeight, quantise
+from pagewise_executor.models.four_bit_weight import FourBitWeight, Rounding, round_alone
 from pagewise_executor.models.quantised_families import Experts
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def quantise_experts(model: nn.Module, within: str) -> None:
+def quantise_experts(model: nn.Module, within: str, rounding: Rounding = round_alone) -> None:
     """Replace experts in float32 within a part of a model, which the operations in C compute, by experts in four bits.
 
     Others stay as they are.
@@ -35,11 +35,11 @@ def quantise_experts(model: nn.Module, within: str) -> None:
         halves: list[list[Int4Parts]] = [[], []]
         biases: list[torch.Tensor | None] = [*weights[2:]] or [None, None]
         squares = error = 0.0
-        for half, weight, bias in zip(halves, weights[:2], biases, strict=True):
+        for half, (weight, bias) in enumerate(zip(weights[:2], biases, strict=True)):
             for expert, one in enumerate(weight):
-                made, added = quantise(one)
+                made, added = rounding(module, one, half, expert)
                 squares, error = squares + float(torch.linalg.vector_norm(one)) ** 2, error + added
-                half.append(_parts(made, None if bias is None else bias[expert]))
+                halves[half].append(_parts(made, None if bias is None else bias[expert]))
         packed = Int4Experts(halves[0], halves[1], activation)
         model.set_submodule(name, CpuFourBitExperts(packed, (squares, error)))
 

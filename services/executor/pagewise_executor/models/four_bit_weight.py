@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import nn
 
 SYMMETRIC_ZERO = 8
 """The zero of weights that come without zeros."""
@@ -66,31 +68,50 @@ def join_outputs(weights: Sequence[FourBitWeight]) -> FourBitWeight | None:
     return FourBitWeight(codes, scales, None if symmetric else torch.cat(zeros), first.group_of, first.unit)
 
 
-def quantise(weight: torch.Tensor, group: int = GROUP) -> tuple[FourBitWeight, float]:
+class Rounding(Protocol):
+    """Brings weights of a model into four bits."""
+
+    def __call__(self, module: nn.Module, weight: torch.Tensor, *of_expert: int) -> tuple[FourBitWeight, float]:
+        """Quantise the weight float32 [outs, ins] of a module; return what ``quantise`` returns.
+
+        ``of_expert``: 0 for gate and up, 1 for down, and the number of the expert.
+        """
+        ...
+
+
+def round_alone(module: nn.Module, weight: torch.Tensor, *of_expert: int) -> tuple[FourBitWeight, float]:
+    """Quantise a weight by itself."""
+    return quantise(weight)
+
+
+def empty_weight(outs: int, ins: int) -> FourBitWeight:
+    """Return a weight with zeros, of any contents."""
+    groups = -(-ins // GROUP)
+    codes, zeros = (torch.empty(outs, size, dtype=torch.uint8) for size in (ins, groups))
+    return FourBitWeight(codes, torch.empty(outs, groups), zeros, torch.arange(ins) // GROUP)
+
+
+def quantise(weight: torch.Tensor) -> tuple[FourBitWeight, float]:
     """Quantise weights float32 [outs, ins]; also return the sum of the squares of their rounding errors.
 
     A group's zero and scale let codes reach from its least weight to its largest one, and to zero. They may reach a
     little less far, where that makes the squared error smaller.
     """
     outs, ins = weight.shape
-    groups = -(-ins // group)
-    made = FourBitWeight(
-        torch.empty(outs, ins, dtype=torch.uint8), torch.empty(outs, groups),
-        torch.empty(outs, groups, dtype=torch.uint8), torch.arange(ins) // group,
-    )  # fmt: skip
+    made = empty_weight(outs, ins)
     assert made.zeros is not None
     error, rows = 0.0, max(1, _AT_ONCE // max(1, ins))
     for start in range(0, outs, rows):
         part = slice(start, min(start + rows, outs))
-        padded = torch.nn.functional.pad(weight[part].float(), (0, -ins % group)).reshape(-1, group)
-        codes, scales, zeros, errors = _quantise_groups(padded)
-        made.codes[part] = codes.view(-1, groups * group)[:, :ins]
-        made.scales[part], made.zeros[part] = scales.view(-1, groups), zeros.view(-1, groups)
+        padded = torch.nn.functional.pad(weight[part].float(), (0, -ins % GROUP)).reshape(-1, GROUP)
+        codes, scales, zeros, errors = quantise_groups(padded)
+        made.codes[part] = codes.view(len(made.codes[part]), -1)[:, :ins]
+        made.scales[part], made.zeros[part] = scales.view_as(made.scales[part]), zeros.view_as(made.zeros[part])
         error += float(errors.sum())
     return made, error
 
 
-def _quantise_groups(
+def quantise_groups(
     weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes, scales, zeros and squared errors of groups [groups, group] of weights."""

@@ -25,6 +25,7 @@ from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.devices import computes_bfloat16, why_no_gpu, why_unfit
 from pagewise_executor.kv.kv_pool import KVShape
 from pagewise_executor.kv.segment_mover import KeyRotation
+from pagewise_executor.models.calibration import Calibration, read_text
 from pagewise_executor.models.compilation import begin_compilation
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.families import family_checkpoint, llama_checkpoint
@@ -129,6 +130,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     whole = copy.deepcopy(model_config)
     shard_config(config.model, text, ranks.size)
     able = candidates(config, device, dtype, quantised)
+    sample = read_text(config, path, max_model_len)
     _log_device(config, device, dtype, len(files))
     check_weights(config, skeleton, headers, device, dtype, ranks.size, stored=_in_bits(quantised))
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
@@ -153,7 +155,8 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
 
         begin_choice(config, device, layers)
     with _errors_of_loading(config, device):
-        fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks)
+        calibration = Calibration(sample, dict(zip(attention, layers, strict=True))) if sample is not None else None
+        fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks, calibration)
         connect(model, shards, vocab_size)
         connect_recurrent(model, shards, recurrent)
     if compilation is not None:
@@ -163,7 +166,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     return LoadedModel(
         model=model,
-        fingerprint=fingerprint(path, files) + _variant(config, model, rope.length),
+        fingerprint=fingerprint(path, files) + _variant(config, model, rope.length, calibration),
         weight_files=files, vocab_size=vocab_size, max_model_len=max_model_len, device=device, dtype=dtype,
         attention=attention, layers=layers, kernels=kernels, fallback=fallback,
         rotations=[rotation for layer, rotation in enumerate(rotations) if sources[layer] == layer],
@@ -252,11 +255,15 @@ def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator
         raise ModelError(f"{config.model} cannot be loaded: {first_line(error)}") from error
 
 
-def _variant(config: ExecutorConfig, model: torch.nn.Module, length: int | None) -> str:
+def _variant(
+    config: ExecutorConfig, model: torch.nn.Module, length: int | None, calibration: Calibration | None
+) -> str:
     """Return the end of the fingerprint. KV cannot be shared with an executor whose RoPE is fixed for another
     ``length``, whose weights are quantised otherwise, or whose GPU rounds inputs to FP8 where this one cannot.
     """
     name = "" if config.quantization == "none" else f"-{config.quantization}"
+    if calibration is not None:
+        name += f"-{calibration.name}"
     fixed = "" if length is None else f"-{length}"
     return fixed + name + "-exact-inputs" * has_exact_inputs(model)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
-from pagewise_executor.models.four_bit_weight import FourBitWeight, quantise
+from pagewise_executor.models.four_bit_weight import FourBitWeight, Rounding, round_alone
 from pagewise_executor.models.gguf_weight import GgufWeight
 
 if TYPE_CHECKING:
@@ -120,10 +120,10 @@ class Int4Linear(CpuLinear):
         self.weight = torch.empty(weight.codes.shape, device="meta")
 
     @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> "Int4Linear":
+    def of(cls, module: nn.Module, rounding: Rounding, weight: torch.Tensor, bias: torch.Tensor | None) -> "Int4Linear":
         """Quantise the weight float32 [out, in] of a linear layer."""
         given = weight.detach()
-        made, error = quantise(given)
+        made, error = rounding(module, given)
         return cls(made, bias, (float(torch.linalg.vector_norm(given)) ** 2, error))
 
 
@@ -142,20 +142,25 @@ class GroupedLinear(CpuLinear):
         self.weight = torch.empty(weight.codes.shape, device="meta")
 
 
-def pack_linears(model: nn.Module, kernels: Kernels, quantization: Quantization = "none", within: str = "") -> int:
+def pack_linears(
+    model: nn.Module,
+    kernels: Kernels,
+    quantization: Quantization = "none",
+    within: str = "",
+    rounding: Rounding = round_alone,
+) -> int:
     """Replace the linear layers of a model on the CPU by packed ones; return how many.
 
     With ``int8`` they are ``Int8Linear``, with ``int4`` ``Int4Linear``, in a model in float32. Otherwise they are
     ``CpuLinear`` in float32 models on the CPU operations, where these are as fast as oneDNN, or else ``PackedLinear``
     if oneDNN is available.
 
-    ``within``: the name of a part of ``model``; empty: all of it.
+    ``within``: the name of a part of ``model``; empty: all of it. ``rounding``: to four bits.
 
     Raises:
         ValueError: a layer has too many inputs for weights in eight bits.
     """
-    own: dict[Quantization, Callable[..., nn.Module]] = {"int8": Int8Linear, "int4": Int4Linear.of}
-    quantised, kind = own.get(quantization), _kind_of_packed(kernels)
+    kind = _kind_of_packed(kernels)
     count = 0
     for name, module in list(model.get_submodule(within).named_modules(prefix=within, remove_duplicate=False)):
         transposed = is_conv1d(module)
@@ -163,6 +168,9 @@ def pack_linears(model: nn.Module, kernels: Kernels, quantization: Quantization 
             continue
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
+        own: dict[Quantization, Callable[..., nn.Module]]
+        own = {"int8": Int8Linear, "int4": functools.partial(Int4Linear.of, module, rounding)}
+        quantised = own.get(quantization)
         replaced = kind(weight) if quantised is None else quantised if is_quantised(module) else None
         if replaced is not None:
             model.set_submodule(name, replaced(weight.t() if transposed else weight, bias))
@@ -211,13 +219,18 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__module__.startswith("transformers.") and type(module).__name__ == "Conv1D"
 
 
+def is_layer(part: str) -> bool:
+    """Return whether a part of a model is a decoder layer, given its name."""
+    return part.rpartition(".")[2].isdecimal()
+
+
 def quantisation_of(part: str, quantization: Quantization) -> Quantization:
     """Return how linear layers of a part of a model are quantised, given its name.
 
     Those of decoder layers are as the option says. The head, where rounding changes tokens more, has eight bits with
     ``int4``, and stays as it is with ``fp8``.
     """
-    if part.rpartition(".")[2].isdecimal():
+    if is_layer(part):
         return quantization
     of_head: dict[Quantization, Quantization] = {"int4": "int8", "fp8": "none"}
     return of_head.get(quantization, quantization)

@@ -6,6 +6,7 @@ memory of the prepared model and of one original part, and not twice the memory 
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from pagewise_shared.config import ExecutorConfig
@@ -16,14 +17,16 @@ from torch import nn
 
 from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
+from pagewise_executor.models.calibration import Calibration
 from pagewise_executor.models.cpu_mixtures import pack_mixtures
 from pagewise_executor.models.few_rows import make_skinny
 from pagewise_executor.models.four_bit_experts import pack_four_bit_experts, quantise_experts
+from pagewise_executor.models.four_bit_weight import Rounding, round_alone
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers, sum_of_one
 from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.mxfp4_experts import make_mxfp4_fast
 from pagewise_executor.models.operations import CpuOperations, Operations, TritonOperations
-from pagewise_executor.models.packed_linear import pack_linears, quantisation_of
+from pagewise_executor.models.packed_linear import is_layer, pack_linears, quantisation_of
 from pagewise_executor.models.quantised_linear import make_fast, quantise_linears, report
 from pagewise_executor.models.quantised_weight import FP8
 
@@ -43,13 +46,15 @@ def prepare(
     device: torch.device,
     read: Callable[[str], None] | None = None,
     ranks: Ranks = ALONE,
+    calibration: Calibration | None = None,
 ) -> bool:
     """Replace the parts of a model that have a faster form, and log their numbers.
 
     Returns whether PyTorch computes weights in eight bits, which is slow.
 
     ``read``: reads the weights of a part, given its name in ``model``, before it is replaced; None: they are there.
-    ``ranks``: hold a part of each layer; sums are over them.
+    ``ranks``: hold a part of each layer; sums are over them. ``calibration``: rounds decoder layers to four bits, after
+    it has computed each.
 
     Raises:
         ModelError: the model cannot be deterministic. OSError, RuntimeError: of ``read``.
@@ -62,16 +67,32 @@ def prepare(
     fused = packed = 0
     parts = list(parts_of(model))
     progress = logged_progress(log, f"loading {config.model}", len(parts), "parts")
-    for part in parts:
+
+    def load(part: str) -> None:
+        nonlocal fused
         if read is not None:
             read(part)
         if quantisation_of(part, config.quantization) == "fp8":
             quantise_linears(model, FP8, part)
         fused += fuse_layers(model, operations, part, reduce)
-        packed += replace_linears(config, model, kernels, device, part, alone=ranks.size == 1)
+
+    def replace(part: str, rounding: Rounding = round_alone) -> None:
+        nonlocal packed
+        packed += replace_linears(config, model, kernels, device, part, rounding, alone=ranks.size == 1)
         progress.update()
+
+    layers = [part for part in parts if calibration is not None and is_layer(part)]
+    for part in parts:
+        if part not in layers:
+            load(part)
+            replace(part)
+    ahead = layers[:1] if read is not None else layers
+    for part in ahead:
+        load(part)
     if fused:
         fuse_decoder(model, operations, max_model_len)
+    if calibration is not None:
+        calibration.compute(model, layers, len(ahead), load, partial(replace, rounding=calibration.quantise))
     if config.deterministic:
         _make_deterministic(config.model, model, kernels, num_layers - fused)
     log.info("%d of %d layers fused, %d linear layers packed", fused, num_layers, packed)
@@ -84,11 +105,18 @@ def operations_of(kernels: Kernels) -> Operations:
 
 
 def replace_linears(
-    config: ExecutorConfig, model: nn.Module, kernels: Kernels, device: torch.device, part: str, *, alone: bool
+    config: ExecutorConfig,
+    model: nn.Module,
+    kernels: Kernels,
+    device: torch.device,
+    part: str,
+    rounding: Rounding = round_alone,
+    *,
+    alone: bool,
 ) -> int:
     """Replace the linear layers and mixtures of a part of a model by faster ones; return how many were packed.
 
-    ``alone``: there is one rank.
+    ``rounding``: to four bits. ``alone``: there is one rank.
 
     Raises:
         ValueError: a linear layer cannot be quantised, or the kernels cannot compute experts in MXFP4.
@@ -105,10 +133,10 @@ def replace_linears(
     if device.type != "cpu":
         return 0
     if quantisation_of(part, config.quantization) == "int4":
-        quantise_experts(model, part)
+        quantise_experts(model, part, rounding)
     if kernels == "cpu":
         pack_mixtures(model, part, alone)
-    packed = pack_linears(model, kernels, quantisation_of(part, config.quantization), part)
+    packed = pack_linears(model, kernels, quantisation_of(part, config.quantization), part, rounding)
     return_freed_memory()  # the next part may not fit into the holes that this one has left
     return packed
 
