@@ -48,6 +48,10 @@ class Proposer:
     def __init__(self, draft: DraftModel, forward_pass: ForwardPass, device: torch.device) -> None:
         self._draft, self._forward_pass, self._upload = draft, forward_pass, Uploads(device)
 
+    def watch(self, watched: bool) -> None:
+        """Prepare for ``propose`` behind the steps that follow, or save the time that this costs them."""
+        self._draft.watch(watched)
+
     def propose(self, work: StepWork, batch: InputBatch, tokens: torch.Tensor, sampler: Sampler) -> torch.Tensor:
         """Take the tokens of a step that has been sampled, and is not counted yet; return the drafts that it asks for:
         int64 [proposals, most of them], on the device, with ``NOTHING`` in the places of no tokens.

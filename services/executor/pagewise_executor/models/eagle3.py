@@ -16,6 +16,7 @@ from pagewise_shared.config import DraftModelConfig, ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.families import join_rope
@@ -125,10 +126,21 @@ class EagleHead(DraftModel):
 
         self._rotation_at = operations.rotations(angles, loaded.max_model_len, device)
         layers = decoder_layers(loaded.model)
+        self._first, self._taken = layers[0], [layers[number] for number in taken_layers(files.config, len(layers))]
         self._inputs: list[torch.Tensor] = []
-        for number in taken_layers(files.config, len(layers)):
-            layers[number].register_forward_pre_hook(self._keep, with_kwargs=True)
-        layers[0].register_forward_pre_hook(lambda *_: self._inputs.clear(), prepend=True)
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, watched: bool) -> None:
+        """Keep hidden states from now on, or not; see ``DraftModel``."""
+        if watched == bool(self._hooks):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if watched:
+            self._hooks = [layer.register_forward_pre_hook(self._keep, with_kwargs=True) for layer in self._taken]
+            first = self._first.register_forward_pre_hook(lambda *_: self._inputs.clear(), prepend=True)
+            self._hooks.append(first)
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the input of a layer: of a fused one, the sum of what is added and the residual, which it overwrites."""
