@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths
+from pagewise_scheduler.core.drafting.draft_trials import DraftTrials
+from pagewise_scheduler.core.drafting.step_times import StepTimes
 from pagewise_scheduler.core.requests.request import RequestSequence
 
 
@@ -18,3 +20,6 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let schedulers ask for drafts that are as long as they can be, whether or not they pay."""
     monkeypatch.setattr(DraftLengths, "choose", _longest)
     monkeypatch.setattr(DraftLengths, "pays", lambda *_: True)
+    monkeypatch.setattr(DraftTrials, "saved", lambda *_: None)
+    monkeypatch.setattr(DraftTrials, "took_prompt", lambda *_: None)
+    monkeypatch.setattr(StepTimes, "wants_plain", lambda *_: False)

@@ -133,7 +133,7 @@ def services(args: argparse.Namespace, model: str, texts: list[Text]) -> Iterato
 
 def measure(args: argparse.Namespace, model: str) -> Iterator[dict[str, Any]]:
     maker = Texts(Tokenizer.load(resolve_model(DEMO)), args.output)
-    kinds = [*args.kinds, *([OWN] if model == DEMO and not args.smoke else [])]
+    kinds = [kind for kind in args.kinds if kind != OWN or model == DEMO]
     cases = [
         (kind, concurrent, number) for number in range(args.rounds) for kind in kinds for concurrent in args.concurrent
     ]
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--head", help=f"draft by an EAGLE-3 head: its folder, or {RANDOM_HEAD}")
     parser.add_argument("--tokens", type=int, default=3, help="of a draft of the head, at most")
     parser.add_argument("--models", nargs="+", default=[DEMO, RANDOM_49M], help=f"{RANDOM_49M} is a random Llama")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, OWN), default=[*KINDS, OWN])
     parser.add_argument("--concurrent", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--requests", type=int, default=4, help="of a round, or as many as are concurrent")
     parser.add_argument("--output", type=int, default=200, help="tokens of each answer, at most")

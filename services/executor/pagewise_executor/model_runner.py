@@ -474,8 +474,10 @@ class ModelRunner:
         logprobs: LogprobsTensors | None = None
         prompts: list[tuple[int, LogprobsTensors]] = []
         proposed: torch.Tensor | None = None
+        if self._proposer is not None:
+            self._proposer.watch(bool(work.proposals))
         if work.num_tokens:
-            with self._threads.step(work.num_tokens):
+            with self._threads.step(work.num_tokens + sum(1 + count for _, count in work.proposals)):
                 logits, at, prompts = self._forward(work)
                 if work.sampled_rows:
                     tokens, logprobs = self._sample(work, logits, at, forced)

@@ -51,6 +51,10 @@ class Proposer:
     def __init__(self, draft: DraftModel, forward_pass: ForwardPass, device: torch.device, ranks: Ranks) -> None:
         self._draft, self._forward_pass, self._upload, self._ranks = draft, forward_pass, Uploads(device), ranks
 
+    def watch(self, watched: bool) -> None:
+        """Prepare for ``propose`` behind the steps that follow, or save the time that this costs them."""
+        self._draft.watch(watched)
+
     def propose(self, work: StepWork, batch: InputBatch, tokens: torch.Tensor, sampler: Sampler) -> torch.Tensor:
         """Take the tokens of a step that has been sampled, and is not counted yet; return the drafts that it asks for:
         int64 [proposals, most of them], on the device, with ``NOTHING`` in the places of no tokens.

@@ -1,9 +1,12 @@
 """The lengths of drafts of a draft model: they follow the measured acceptance and the measured times of steps."""
 
 import random
+from itertools import pairwise
 
 import pytest
-from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths, StepSize, StepTimes
+from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths
+from pagewise_scheduler.core.drafting.draft_trials import DraftTrials
+from pagewise_scheduler.core.drafting.step_times import StepSize, StepTimes
 from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
@@ -67,28 +70,70 @@ def test_the_share_of_right_tokens_is_measured_at_each_place() -> None:
     assert lengths.new().shares == pytest.approx([0.9, 0.5, 0.1], abs=0.15)
 
 
-def test_a_sequence_whose_drafts_were_wrong_is_tried_again_later() -> None:
-    acceptance = DraftLengths(2, SLOW_STEPS).new()
-    for _ in range(20):
+def test_a_sequence_whose_drafts_were_wrong_is_tried_again_ever_later() -> None:
+    acceptance, pauses, step = DraftLengths(2, SLOW_STEPS).new(), list[int](), 0
+    for _ in range(4):
         acceptance.measure(2, 0)
-    assert acceptance.shares[0] < 0.05
-    for _ in range(400):
-        acceptance.rest()
-    assert acceptance.shares[0] > 0.2
+        while acceptance.paused_until is None:
+            step += 1
+            acceptance.passed_over(step)
+        pauses.append(acceptance.paused_until - step)
+        assert not acceptance.is_due(acceptance.paused_until - 1)
+        step = acceptance.paused_until
+        assert acceptance.is_due(step)
+        assert acceptance.shares[0] >= 0.5
+        acceptance.chosen()
+    assert pauses[0] * 8 == pauses[3]
 
 
 def test_times_are_those_of_the_step_between_two_plans() -> None:
     times, now = StepTimes(Costs(step=1e-3, token=1e-5)), 0.0
-    for number in range(300):
-        size = StepSize(1 + number % 4, number % 4, number % 4)
-        times.planned(now, 0)
+    for number in range(400):
+        drafted = number % 4 if number % 80 < 40 else 0
+        size = StepSize(1, drafted, drafted, drafted)
+        in_flight = int(size.is_plain)
+        times.planned(now, in_flight)
         times.returned(size)
-        now += 2e-3 + 1e-4 * size.tokens + 5e-4 * size.passes
+        # Without drafts, the executor does not wait for plans.
+        now += 2e-3 + 1e-4 * size.verified + 5e-4 * size.passes + 4e-4 * (not in_flight)
+        measured = times.planned(now, in_flight)
+        assert measured is not None
+        assert measured.size == size
         if number % 7 == 0:  # a request comes later on
             times.planned(now, 0)
             now += 3.0
-    assert times.seconds(StepSize(3, 2, 2)) == pytest.approx(3.3e-3, rel=0.1)
-    assert times.seconds(StepSize(1, 0, 0)) == pytest.approx(2.1e-3, rel=0.1)
+    step, token, each_pass, each_drafted = times.drafting_costs(1)
+    assert step + 2 * (token + each_pass + each_drafted) == pytest.approx(3.6e-3, rel=0.1)
+    assert times.plain_seconds(1) == pytest.approx(2.0e-3, rel=0.1)
+
+
+def test_drafts_that_cost_time_are_tried_ever_more_rarely() -> None:
+    trials, lost, steps, ends = DraftTrials(), 0.0, 0, list[int]()
+    while steps < 100_000:
+        steps += 1
+        if trials.resting:
+            trials.rested()
+            continue
+        lost += 0.8
+        trials.saved(-0.8)
+        if trials.resting:
+            ends.append(steps)
+    assert lost < 0.006 * steps
+    gaps = [later - before for before, later in pairwise(ends)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] < 2000 < gaps[-1] < 20_000
+
+
+def test_drafts_pay_back_the_prompts_that_the_draft_model_takes() -> None:
+    for gain, pays in ((0.5, True), (0.2, False)):
+        trials = DraftTrials()
+        for _ in range(20):
+            if not trials.resting:
+                trials.took_prompt(30)
+                for _ in range(100):
+                    trials.saved(gain)
+                trials.ended(1)
+        assert trials.resting != pays
 
 
 def play(scheduler: Scheduler, right: float, count: int, token_seconds: float = 1e-4) -> list[int]:
@@ -112,25 +157,25 @@ def test_right_drafts_go_on_and_wrong_ones_end_soon() -> None:
     for right in (0.0, 0.8, 1.0):
         scheduler = create_scheduler(num_blocks=400, max_proposed=3)
         scheduler.add(request := create_request(prompt=9, max_tokens=400))
-        depths = play(scheduler, right, 90)
+        depths = play(scheduler, right, 110)
         found[right] = len(request.sequences[0].output_token_ids), sum(depth == 2 for depth in depths)
         scheduler.abort(request.request_id)
         play(scheduler, right, scheduler.num_in_flight)
         assert_all_free(scheduler)
     tokens, overlapping = zip(*found.values(), strict=True)
-    assert tokens[0] < 100
+    assert tokens[0] < 125
     assert tokens[1] > 200
     assert tokens[2] > 330
     # Without drafts two steps are in flight.
-    assert overlapping[0] > 70
-    assert overlapping[2] < 5
+    assert overlapping[0] > 80
+    assert overlapping[2] < 40  # their time is measured
 
 
 def test_a_busy_executor_drafts_nothing_and_drafts_again_when_it_is_less_busy() -> None:
     scheduler = create_scheduler(num_blocks=4000, max_num_seqs=16, max_num_batched_tokens=200, max_proposed=3)
     few, *many = (create_request(prompt=5, max_tokens=length) for length in (900, *[60] * 15))
     scheduler.add(few)
-    play(scheduler, 0.7, 5, token_seconds=5e-3)
+    play(scheduler, 0.7, 20, token_seconds=5e-3)
     for request in many:
         scheduler.add(request)
     play(scheduler, 0.7, 60, token_seconds=5e-3)

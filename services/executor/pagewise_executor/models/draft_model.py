@@ -14,7 +14,7 @@ from torch import nn
 
 
 class DraftModel(ABC):
-    """A draft model that has been loaded, and that has hooks in the model that it drafts for.
+    """A draft model that has been loaded, and that puts hooks into the model that it drafts for.
 
     ``attention``: its attention module. ``most``: most tokens of a draft. ``most_rows``: with more running sequences it
     is not to be used; 0: measured times alone decide.
@@ -29,9 +29,13 @@ class DraftModel(ABC):
         graphs of such steps write."""
 
     @abstractmethod
+    def watch(self, watched: bool) -> None:
+        """Keep the hidden states of the passes that follow for ``states``; or do not, which saves their time."""
+
+    @abstractmethod
     def states(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [n, hidden] with which entries begin, of ``tokens`` int64 [n] of the flat batch that
-        the model has computed last."""
+        the model has computed last, while it was watched."""
 
     @abstractmethod
     def forward(self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from pagewise_shared.config import DraftModelConfig, ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.model_files import resolve_model
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.families import join_rope
@@ -130,13 +131,26 @@ class EagleHead(DraftModel):
         states = weights.fc.weight.shape[1] // len(taken)
         # Inputs of layers: of the last step, and where steps of CUDA graphs keep them (``reserve``).
         self._inputs = self._reserved = [torch.empty(0, states, dtype=loaded.dtype, device=device)] * len(taken)
-        for place, number in enumerate(taken):
-            layers[number].register_forward_pre_hook(partial(self._keep, place), with_kwargs=True)
-        # The replay of a graph computes no layer, and its decoder returns what the graph has computed.
-        loaded.model.get_decoder().register_forward_pre_hook(self._begin)  # type: ignore[operator]
+        self._decoder, self._taken = loaded.model.get_decoder(), [layers[number] for number in taken]  # type: ignore[operator]
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, watched: bool) -> None:
+        """Keep hidden states from now on, or not; see ``DraftModel``. CUDA graphs have been captured with the hooks, so
+        with these they stay."""
+        if watched == bool(self._hooks) or len(self._reserved[0]):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if watched:
+            for place, layer in enumerate(self._taken):
+                self._hooks.append(layer.register_forward_pre_hook(partial(self._keep, place), with_kwargs=True))
+            # The replay of a graph computes no layer, and its decoder returns what the graph has computed.
+            self._hooks.append(self._decoder.register_forward_pre_hook(self._begin))
 
     def reserve(self, tokens: int) -> None:
         """Reserve memory for the inputs of layers; see ``DraftModel``."""
+        self.watch(True)
         self._reserved = [one.new_empty(tokens, one.shape[1]) for one in self._reserved]
 
     def _begin(self, *_: object) -> None:

@@ -16,6 +16,7 @@ import torch
 from pagewise_shared.config import DraftModelConfig, ExecutorConfig, parse_speculative
 from pagewise_shared.errors import ModelError
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.weight_files import Headers, open_weights
@@ -161,7 +162,16 @@ class MtpLayer(DraftModel):
         delattr(model, _PARTS)
         self._rotary, self._embedding, self._head = decoder.rotary_emb, model.get_input_embeddings(), model.lm_head
         self._states: torch.Tensor | None = None
-        decoder.register_forward_hook(self._keep)
+        self._decoder = decoder
+        self._hook: RemovableHandle | None = None
+
+    def watch(self, watched: bool) -> None:
+        """Keep hidden states from now on, or not; see ``DraftModel``."""
+        if watched and self._hook is None:
+            self._hook = self._decoder.register_forward_hook(self._keep)
+        elif not watched and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     def _keep(self, decoder: nn.Module, args: object, output: Any) -> None:
         hidden: torch.Tensor = output.last_hidden_state

@@ -9,98 +9,71 @@ as long as its tokens, so drafts become shorter, and none pays in the end.
 
 from collections.abc import Mapping
 from operator import itemgetter
-from typing import NamedTuple
 
+from pagewise_scheduler.core.drafting.step_times import StepTimes
 from pagewise_scheduler.core.requests.request import RequestSequence
-from pagewise_scheduler.core.tiers.cost_model import Costs, OnlineLine
+from pagewise_scheduler.core.tiers.cost_model import Costs
 
-_FIRST = 0.5
-"""The share of drafted tokens that is expected to be right until any was measured, if the tokens before them are."""
+_FIRST = 0.7
+"""The share of drafted tokens that is expected to be right in a trial, if the tokens before them are."""
+_AGAIN = 0.5
+"""The share that is expected of the first token of a sequence that is tried again."""
 _FOLLOWS, _FOLLOWS_ALL = 0.2, 0.02
 """The weight of a measurement in the share of its sequence, and in the share of all sequences."""
-_RECOVERS, _EXPECTED = 0.002, 0.5
-"""Each step without a draft moves the share of a sequence by this factor towards this value, so that drafts resume."""
 _EXPLORES = 24
 """Of so many steps with drafts one has fewer of them, so that the costs of steps with fewer are known too."""
-_SCALES = 1.0, 16.0, 8.0, 32.0
-"""The scales of the costs of a step, its tokens, passes and drafted tokens. The smaller a scale, the more its cost
-changes with an error. Errors are mostly attributed to the step, because most steps use the draft model alike."""
-_PASS, _DRAFT_TOKEN = 0.15, 0.3
-"""Costs of a pass of the draft model before any is measured, as a share of a step, and of a token there, of a token."""
-
-
-class StepSize(NamedTuple):
-    """The work of a step without chunks: ``tokens`` that it computes, ``passes`` of the draft model behind it, and
-    ``drafted`` tokens that these compute."""
-
-    tokens: int
-    passes: int
-    drafted: int
-
-
-class StepTimes:
-    """The seconds from one plan to the next by the size of the step between, scheduler and sockets included.
-
-    ``planned`` and ``returned`` tell when. A time counts where as many steps were in flight at both plans, and one has
-    come back between: then it is that step's. So it is longer where plans wait for results.
-    """
-
-    def __init__(self, costs: Costs) -> None:
-        constants = costs.step, costs.token, _PASS * costs.step, _DRAFT_TOKEN * costs.token
-        self._line = OnlineLine(constants, _SCALES)
-        self._returned: list[StepSize | None] = []
-        self._last: tuple[float, int] | None = None
-
-    def planned(self, now: float, in_flight: int) -> None:
-        """A step is planned at ``now``, in seconds, while ``in_flight`` others are in flight."""
-        if self._last is not None and len(self._returned) == 1 and self._returned[0] is not None:
-            before, depth = self._last
-            if depth == in_flight and now > before:
-                self._line.observe(now - before, 1, *self._returned[0])
-        self._returned.clear()
-        self._last = now, in_flight
-
-    def returned(self, size: StepSize | None) -> None:
-        """A step of this size has come back; None: it had chunks."""
-        self._returned.append(size)
-
-    def clear(self) -> None:
-        """No step is in flight any more."""
-        self._returned.clear()
-        self._last = None
-
-    @property
-    def drafted_token(self) -> float:
-        """Seconds that a token takes in the draft model."""
-        return self._line.constants[-1]
-
-    def seconds(self, size: StepSize) -> float:
-        """Seconds of such a step."""
-        return max(1e-9, self._line.predict(1, *size))
+_MARGIN = 1.03
+"""Drafts are to give so many times the tokens per second: the best of several noisy predictions is too good."""
+_GRACE = 4
+"""Steps without a draft in which the draft model still takes the tokens of a sequence."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 32, 1024
+"""Steps for which a sequence is left alone."""
 
 
 class Acceptance:
     """The expected share of right tokens at each place of a draft, if the tokens before it are right.
 
-    ``shares``: of the places. ``idle``: steps since the last draft.
+    ``shares``: of the places. ``paused_until``: the step before which the sequence is left alone; None: the draft model
+    takes its tokens.
     """
 
     def __init__(self, shares: list[float]) -> None:
         self.shares = shares
+        self.paused_until: int | None = None
         self._measured = [0] * len(shares)
-        self.idle = 0
+        self._idle, self._pause, self._wrong = 0, _SHORTEST_PAUSE, False
 
     def measure(self, drafted: int, accepted: int) -> None:
         """So many of ``drafted`` tokens were right."""
+        self._wrong = not accepted
         for place in range(min(drafted, accepted + 1, len(self.shares))):
             self._measured[place] += 1
             weight = max(_FOLLOWS, 1 / (1 + self._measured[place]))
             self.shares[place] += weight * ((place < accepted) - self.shares[place])
 
-    def rest(self) -> None:
-        """A step has no draft."""
-        self.idle += 1
-        self.shares[0] += _RECOVERS * (_EXPECTED - self.shares[0])
+    def chosen(self) -> None:
+        """A step drafts for the sequence."""
+        self.paused_until, self._idle = None, 0
+
+    def passed_over(self, step: int) -> None:
+        """``step`` does not draft for the sequence, though it could."""
+        self._idle += 1
+        if self.paused_until is None and self._idle > _GRACE:
+            self.pause(step)
+
+    def pause(self, step: int) -> None:
+        """Leave the sequence alone from ``step`` on: twice as long as before if its last draft was wrong."""
+        self._pause = min(_LONGEST_PAUSE, 2 * self._pause) if self._wrong else _SHORTEST_PAUSE
+        self.paused_until = step + self._pause
+
+    def is_due(self, step: int) -> bool:
+        """Whether the sequence may be drafted for in ``step``; if it was left alone, it is tried again."""
+        if self.paused_until is None:
+            return True
+        if step < self.paused_until:
+            return False
+        self.shares[0] = max(self.shares[0], _AGAIN)
+        return True
 
 
 class DraftLengths:
@@ -112,10 +85,13 @@ class DraftLengths:
         self._num_chosen = 0
 
     def new(self) -> Acceptance:
-        """Return the acceptance that is expected of a new sequence. Each call moves this expectation a little towards
-        ``_EXPECTED``, so that a model whose drafts were wrong is used again."""
-        self._all = [share + _FOLLOWS_ALL * (_EXPECTED - share) for share in self._all]
+        """Return the acceptance that is expected of a new sequence."""
         return Acceptance(list(self._all))
+
+    def hope(self) -> None:
+        """A trial begins: expect as much of drafts as before any was measured, or more."""
+        self._all = [max(share, _FIRST) for share in self._all]
+        self.times.hope()
 
     def measure(self, acceptance: Acceptance, drafted: int, accepted: int) -> None:
         """So many of ``drafted`` tokens of a sequence were right."""
@@ -123,19 +99,19 @@ class DraftLengths:
         for place in range(min(drafted, accepted + 1, self.most)):
             self._all[place] += _FOLLOWS_ALL * ((place < accepted) - self._all[place])
 
-    def pays(self, num_running: int, prompt: int, output: int) -> bool:
+    def pays(self, num_running: int, prompt: int, output: float) -> bool:
         """Whether drafts are expected to pay for new sequences, where so many run and all are like them.
 
-        ``prompt``: tokens that the draft model takes before it drafts. ``output``: tokens of the output, at most.
+        ``prompt``: tokens that the draft model takes before it drafts. ``output``: expected tokens of the output.
         """
-        times, gain, tokens = self.times, 1.0, 1.0
-        each = least = times.seconds(StepSize(num_running, 0, 0))
+        gain = tokens = 1.0
+        each = least = self.times.plain_seconds(num_running) / _MARGIN
+        step, token, each_pass, drafted = self.times.drafting_costs(num_running)
         for passes, share in enumerate(self._all, 1):
             gain *= share
             tokens += gain
-            size = StepSize((1 + passes) * num_running, passes, passes * num_running)
-            least = min(least, times.seconds(size) / tokens)
-        return output * (each - least) > num_running * prompt * times.drafted_token
+            least = min(least, (step + passes * (each_pass + num_running * (token + drafted))) / tokens)
+        return output * (each - least) > num_running * prompt * self.times.prompt_token
 
     def choose(
         self, candidates: Mapping[RequestSequence, tuple[Acceptance, int]], num_running: int, most: int
@@ -152,21 +128,26 @@ class DraftLengths:
                 gain *= share
                 gains.append((gain, place, sequence))
         gains.sort(key=itemgetter(0), reverse=True)
-        times, rows = self.times, len(candidates)
-        best = num_running / times.seconds(StepSize(num_running, 0, 0))
-        tokens, passes, taken, drafted, used = float(num_running), 0, 0, rows, set[RequestSequence]()
+        best = _MARGIN * num_running / self.times.plain_seconds(num_running)
+        seconds, verified, each_pass, drafted = self.times.drafting_costs(num_running)
+        seconds += drafted * len(candidates)
+        tokens, passes, taken, used = float(num_running), 0, 0, set[RequestSequence]()
         for number, (gain, place, sequence) in enumerate(gains[:most], 1):
             tokens += gain
-            passes = max(passes, place + 1)
-            drafted += sequence in used  # its first token comes from the pass that takes the known tokens
+            seconds += verified
+            if place == passes:
+                passes += 1
+                seconds += each_pass
+            if sequence in used:  # the first token of a draft comes from the pass that takes the known tokens
+                seconds += drafted
             used.add(sequence)
-            rate = tokens / times.seconds(StepSize(num_running + number, passes, drafted))
+            rate = tokens / seconds
             if rate > best:
                 best, taken = rate, number
         if taken:
             self._num_chosen += 1
             turn, rest = divmod(self._num_chosen, _EXPLORES)
-            taken = taken if rest else turn % taken
+            taken = taken if rest else 1 + turn % taken
         lengths: dict[RequestSequence, int] = {}
         for _, _, sequence in gains[:taken]:
             lengths[sequence] = lengths.get(sequence, 0) + 1
