@@ -126,6 +126,7 @@ def load_int4(at, seen, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.co
 
 def unpack(records: torch.Tensor) -> torch.Tensor:
     """Return the numbers float32 [.., dim] of keys or values in four bits [.., bytes], for checks."""
-    parts = records.view(torch.uint8).unflatten(-1, (-1, RECORD))
+    parts = records.view(torch.uint8).reshape(*records.shape[:-1], -1, RECORD)
     codes, scales = parts[..., : GROUP // 2], parts[..., GROUP // 2 :].contiguous().view(torch.bfloat16).float()
-    return (torch.cat([codes & 15, codes >> 4], -1) * scales[..., :1] + scales[..., 1:]).flatten(-2)
+    numbers = torch.cat([codes & 15, codes >> 4], -1) * scales[..., :1] + scales[..., 1:]
+    return torch.flatten(numbers, -2)

@@ -150,8 +150,8 @@ class SortedExperts(Experts):
     ) -> None:
         """Write the outputs ``outs`` [pairs, hidden] of ``rows`` [pairs, hidden].
 
-        ``activated`` [pairs, inner]: scratch memory. ``active``: the experts that have pairs. ``starts``: the first pair
-        of each of them, and the number of pairs.
+        ``activated`` [pairs, inner]: scratch memory. ``active``: the experts that have pairs. ``starts``: the first
+        pair of each of them, and the number of pairs.
         """
 
     def _sums(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:

@@ -63,7 +63,7 @@ def paged_problem(use: KernelUse, shape: AttentionShape) -> Paged:
     layer = empty_layer(use, shape, len(order))
     for seed, part in enumerate((layer.keys, layer.values)):
         if use.kv_dtype == INT4:
-            records = part.view(torch.uint8).unflatten(-1, (-1, RECORD))
+            records = part.view(torch.uint8).view(*part.shape[:-1], -1, RECORD)
             records[..., : GROUP // 2] = use.draw(*records.shape[:-1], GROUP // 2, seed=seed).mul(64).int().byte()
             records[..., GROUP // 2 :] = use.draw(*records.shape[:-1], 2, seed=seed).bfloat16().view(torch.uint8)
         else:

@@ -17,7 +17,7 @@ _DAMPING = 0.01
 def add_products(x: torch.Tensor, to: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
     """Return the sums over rows of the products of inputs x [rows, ins] with each other, as matrices [n, n] of n
     neighbours each. ``to``: sums so far, which change."""
-    parts = x.float().split(_NEIGHBOURS, dim=1)
+    parts = torch.split(x.float(), _NEIGHBOURS, dim=1)
     if to is None:
         return [part.T @ part for part in parts]
     return [sums.addmm_(part.T, part) for sums, part in zip(to, parts, strict=True)]
@@ -60,4 +60,5 @@ def _factor(products: torch.Tensor) -> torch.Tensor:
     squares = wide.diagonal()
     squares += _DAMPING * squares.mean().clamp(min=torch.finfo(torch.float32).tiny)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    factor: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor.float()
