@@ -64,6 +64,7 @@ def test_the_model_is_positional_or_from_the_environment() -> None:
             "--kv-memory and --gpu-memory-utilization both set",
         ),
         (["--gpu-memory-utilization", "0.5"], {"PAGEWISE_NUM_BLOCKS": "4"}, "--num-blocks and --gpu-memory"),
+        (["--tier-dtype", "int4", "--kv-dtype", "int8"], {}, "--tier-dtype int4: --kv-dtype int8 has made KV smaller"),
         (["--gpu-memory-utilization", "0"], {}, "--gpu-memory-utilization must be a number above 0 to 1"),
         (["--gpu-memory-utilization", "90"], {}, "--gpu-memory-utilization must be a number above 0 to 1 (got '90')"),
         (

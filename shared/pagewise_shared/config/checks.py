@@ -60,6 +60,11 @@ def _check_pool(values: dict[str, Any]) -> None:
     if len(given) > 1:
         first, second = ("--" + name.replace("_", "-") for name in given[:2])
         raise ConfigError(f"{first} and {second} both set the size of the KV pool: give one")
+    kv_dtype, tier_dtype = (values.get(name, "auto") for name in ("kv_dtype", "tier_dtype"))
+    if "auto" not in (kv_dtype, tier_dtype):
+        raise ConfigError(
+            f"--tier-dtype {tier_dtype}: --kv-dtype {kv_dtype} has made KV smaller already, and copies of it stay so"
+        )
 
 
 _NOT_WITH_RANKS = {

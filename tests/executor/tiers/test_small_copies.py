@@ -205,7 +205,6 @@ def test_names_tell_smaller_copies_and_their_bounds_apart(model_path: Path, tmp_
 @pytest.mark.parametrize(
     ("family", "options", "why"),
     [
-        ("llama", {"kv_dtype": "int8"}, "has made KV smaller already"),
         ("llama", {"tier_dtype": "int4"}, "no multiple of 32"),
         ("qwen3_next", {}, "states of recurrent layers"),
         ("gemma4", {}, "share blocks"),

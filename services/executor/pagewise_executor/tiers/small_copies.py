@@ -81,8 +81,6 @@ def small_copies(
     if config.tier_dtype == "auto":
         return None
     asked, sizes = f"--tier-dtype {config.tier_dtype}", {shape[1] for shape in shapes}
-    if config.kv_dtype != "auto":
-        raise ModelError(f"{asked}: --kv-dtype {config.kv_dtype} has made KV smaller already, and copies of it stay so")
     if has_states:
         raise ModelError(f"{asked}: the states of recurrent layers are kept as they are, and share pages with KV")
     if len(sizes) > 1:
