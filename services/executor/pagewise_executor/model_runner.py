@@ -108,11 +108,7 @@ class ModelRunner:
         loaded = load_model(config, ranks)
         add_draft_model(config, loaded)
         self._device = loaded.device
-        gpu = None
-        if self._device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self._device)
-            gpu = Gpu(properties.total_memory, properties.major)
-        config = with_step_limits(config, gpu, ranks.least)
+        config = with_step_limits(config, _gpu(self._device), ranks.least)
         backend = backend_of(config, loaded.kernels)
         kv_dtype = kv_dtype_for(config, loaded.dtype, backend, loaded.device)
         check_kv_shapes(kv_dtype, loaded.shapes)
@@ -139,9 +135,8 @@ class ModelRunner:
         self._forward_pass, self._graphs = chosen.forward_pass, chosen.graphs
         self._token_sampler, self._penalties = chosen.token_sampler, chosen.penalties
         self._compute_logprobs = chosen.compute_logprobs
-        self._proposer = None
-        if loaded.draft is not None:
-            self._proposer = Proposer(loaded.draft, self._forward_pass, self._device, ranks)
+        draft, forward = loaded.draft, self._forward_pass
+        self._proposer = Proposer(draft, forward, self._device, ranks) if draft is not None else None
         self._peers: Peers | None = None
         self._size_pool(config, loaded, kv_dtype)
         block_format = self._add_tiers(config, loaded, kv_dtype, host_folder)
@@ -564,3 +559,10 @@ def _log_pool(info: Hello) -> None:
             "%d announces it to clients, and a larger --kv-memory, --quantization or --kv-dtype fp8 leave more room",
             holds, info.max_model_len, holds,
         )  # fmt: skip
+
+
+def _gpu(device: torch.device) -> Gpu | None:
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.total_memory, properties.major)

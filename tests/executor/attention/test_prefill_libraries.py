@@ -340,7 +340,7 @@ def test_the_cpu_has_none_of_them(options: dict[str, str], said: str, tmp_path: 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"deterministic": True}, "not with --deterministic"), ({"kv_dtype": "fp8"}, "does not read KV in eight bits")],
+    [({"deterministic": True}, "not with --deterministic"), ({"kv_dtype": "fp8"}, "does not read KV in fewer bits")],
 )
 def test_options_that_a_library_does_not_support_are_refused(options: dict[str, object], said: str) -> None:
     config = ExecutorConfig(attention="fa3", **options)  # type: ignore[arg-type]

@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.model_builders import build_model
+
+pytest.importorskip("jsonschema")
 from tests.structured import VOCAB_SIZE, save_tokenizer
 
 PIECES, PIECE = 2, 48

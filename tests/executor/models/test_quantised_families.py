@@ -185,6 +185,6 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     build_quantised(form, tmp_path / "gemma", "gemma2", num_hidden_layers=1)
     assert "--tensor-parallel 2: quantised checkpoints of gemma2" in refused(tmp_path / "gemma", Ranks(0, 2))
     build_quantised(form, tmp_path / "opt", "opt", num_hidden_layers=1)
-    assert "and of gemma2, gemma3, gemma3_text, mixtral, phi3, qwen2_moe, qwen3_moe; this one is not: its archit" in (
+    assert "and of gemma2, gemma3, gemma3_text, glm4_moe, mixtral, phi3, qwen2_moe, qwen3_5, qwen3_5_text, " in (
         refused(tmp_path / "opt")
     )

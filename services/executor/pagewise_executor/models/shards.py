@@ -236,6 +236,11 @@ class ShardedEmbedding(nn.Module):
         """The rows of this rank; some models send ids to the device of this weight."""
         return self.own.weight  # type: ignore[return-value]
 
+    @property
+    def embedding_dim(self) -> int:
+        """Numbers of a token."""
+        return self.own.embedding_dim  # type: ignore[return-value]
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Map ids [..] to [.., hidden]."""
         local = ids - self._ranks.rank * self._rows
