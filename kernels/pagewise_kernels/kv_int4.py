@@ -90,7 +90,7 @@ def dimensions(keys, DIM: tl.constexpr):
 def load_int4(at, seen, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr):
     """Keys or values in ``COMPUTE`` [tokens, DIM] at ``at`` [tokens], pointers to int32, see ``dimensions``.
 
-    With ``MASKED``, those of tokens that are not ``seen`` [tokens] are zeros.
+    With ``MASKED``, rows of tokens that are not ``seen`` [tokens] are zeros.
     """
     TOKENS: tl.constexpr = at.shape[0]
     groups = tl.arange(0, DIM // 32)

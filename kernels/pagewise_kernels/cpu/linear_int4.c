@@ -112,7 +112,7 @@ INLINE void begin_sums(const struct linear_int4 *a, int mr, long row, long g, lo
   }
 }
 
-// Unpack a word of each of VEC outputs: the bytes of the inputs 0 to 3, and those of 4 to 7.
+// Unpack a word of each of VEC outputs: the bytes of the inputs 0 to 3, then of 4 to 7.
 INLINE void unpack_words(int e2m1, const uint32_t *codes, words *low, words *high) {
   __builtin_prefetch((const char *)codes + CODES_AHEAD);
   words both = load_words(codes);

@@ -74,7 +74,7 @@ class Proposer:
         while len(at):
             positions = last[at] + 2 + number
             on_device, there, put = self._upload.together(rows[at].astype(np.int32), positions, at)
-            logits = self._draft.logits(hidden)  # on all ranks: those of the model's head are gathered
+            logits = self._draft.logits(hidden)  # on all ranks: the logits of the model's head are gathered
             if self._ranks.first:
                 ids = sampler.draft(logits, rows[at].tolist(), there, on_device)
             else:

@@ -67,7 +67,7 @@ class StepThreads:
 
     @contextlib.contextmanager
     def step(self, tokens: int) -> Iterator[None]:
-        """Compute a step of so many tokens, those of a draft model included, within this context."""
+        """Compute a step of so many tokens, including tokens of a draft model, within this context."""
         if self._most == 1:
             yield
             return

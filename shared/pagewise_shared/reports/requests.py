@@ -101,7 +101,7 @@ class Event(Struct, omit_defaults=True):
         seconds: until its KV was there, or until it resumed; None: not yet.
         method: "device", "load", "recompute" or "both". device_tokens: found on the device. found_tokens: found in
             ``sources``, most of them in ``source``. loaded_tokens: loaded from there, the others were computed again.
-        dtypes: of the copies in those of ``sources`` that hold fewer bits than the device.
+        dtypes: of the copies in ``sources`` that hold fewer bits than the device.
         peer: an executor among the sources. predicted_seconds: by method.
         reason: of the loss. blocks: released by it, of which ``freed`` were held by no other sequence.
     """

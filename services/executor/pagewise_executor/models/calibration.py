@@ -122,7 +122,7 @@ class Calibration:
         self._current = None
 
     def quantise(self, module: nn.Module, weight: torch.Tensor, *of_expert: int) -> tuple[FourBitWeight, float]:
-        """Quantise a weight as ``Rounding`` says."""
+        """Quantise a weight; see ``Rounding``."""
         assert self._current is not None
         products = self._current.products(module, *of_expert)
         made, error = quantise_balanced(weight, products) if products else quantise(weight)
@@ -132,7 +132,7 @@ class Calibration:
 
     @contextmanager
     def _plain_attention(self) -> Iterator[None]:
-        """Let tokens attend to those of their own piece of the text."""
+        """Let tokens attend to the tokens of their own piece of the text."""
         for module, shape in self._attention.items():
             scale_queries = getattr(module, "scale_queries", None)
             module.paged_layer = LayerOfPieces(self._text.shape[1], shape, scale_queries)  # type: ignore[assignment]

@@ -176,7 +176,7 @@ class StructuredRows:
     def forbidden_ahead(self, rows: Sequence[int]) -> torch.Tensor:
         """Return which tokens must not follow in drafts that are made for ``rows`` [k], as ``forbidden`` does.
 
-        They follow the known tokens, and those that ``go_ahead`` got since the last ``go_back``.
+        They follow the known tokens, and the tokens that ``go_ahead`` got since the last ``go_back``.
         """
         self._catch_up()
         masks = self._empty_masks(len(rows))

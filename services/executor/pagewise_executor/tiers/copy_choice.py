@@ -3,7 +3,7 @@
 Smaller copies pay where a load saves more time than the conversion takes: a request waits for the load, in which the
 numbers become wide again, and the cores that compute steps made the numbers smaller before. The rest of a store runs
 beside the steps, and does not count. The times are measured when the executor starts, with random numbers: loads from a
-disk or a store there, and those from host memory, before it is allocated, in other memory.
+disk or a store there, and copies from host memory, before it is allocated, in other memory.
 """
 
 import logging

@@ -36,7 +36,7 @@ def make_tiers(
     ``fingerprint``: of the model, with which block hashes begin. It names the blocks together with ``block_format`` and
     ``weight_files``. ``host_folder``: where host memory outlives the process. ``ranks``: all ranks of this executor
     call this. ``issuing``: shared with the thread that issues steps. ``name_bytes``: see ``HostMemory``.
-    ``small``: makes the copies in all of them smaller, or in those where that takes less time.
+    ``small``: makes the copies in all of them smaller, or only where that takes less time.
 
     Raises:
         ModelError: there is no room for one.

@@ -17,7 +17,7 @@ from pagewise_scheduler.core.tiers.cost_model import Costs
 _FIRST = 0.7
 """The share of drafted tokens that is expected to be right in a trial, if the tokens before them are."""
 _AGAIN = 0.5
-"""The share that is expected of the first token of a sequence that is tried again."""
+"""The share that is expected of the first token of a sequence in a new trial."""
 _FOLLOWS, _FOLLOWS_ALL = 0.2, 0.02
 """The weight of a measurement in the share of its sequence, and in the share of all sequences."""
 _EXPLORES = 24
@@ -67,7 +67,7 @@ class Acceptance:
         self.paused_until = step + self._pause
 
     def is_due(self, step: int) -> bool:
-        """Whether the sequence may be drafted for in ``step``; if it was left alone, it is tried again."""
+        """Whether the sequence may be drafted for in ``step``; if it was left alone, a new trial begins."""
         if self.paused_until is None:
             return True
         if step < self.paused_until:

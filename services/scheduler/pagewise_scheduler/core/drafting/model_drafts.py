@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
 _LOOKS = 16
-"""One of so many steps looks for sequences that were left alone and may be tried again."""
+"""One of so many steps looks for sequences that were left alone and may have a new trial."""
 _LATELY = 0.05
 """The weight of an output in the expected tokens of the next ones."""
 
@@ -37,7 +37,7 @@ class ModelDrafts:
         self.ahead = most_tokens - 1
         self._lengths, self._trials = DraftLengths(most_tokens, scheduler.costs.first), DraftTrials()
         self._expected: dict[RequestSequence, Acceptance | None] = {}  # None: it is not drafted for
-        self._taken: dict[RequestSequence, Acceptance] = {}  # those whose tokens the draft model takes
+        self._taken: dict[RequestSequence, Acceptance] = {}  # sequences whose tokens the draft model takes
         self._proposed: dict[RequestSequence, array[int]] = {}
         self._accepted = self._step = 0
         self._output = float("inf")

@@ -8,7 +8,7 @@ A ``Drafter`` makes the drafts: by prompt lookup, or by a draft model of the exe
 tokens, and only the result of a step with drafts has the number of accepted tokens of each row. So the next plan waits
 while a step with drafts is in flight, and where its drafter asks for it. One step is in flight then instead of two.
 
-Executors follow grammars through drafts. Nothing is drafted where sampling depends on other things than the model and a
+Executors follow grammars through drafts. Nothing is drafted where sampling depends on more than the model and a
 grammar, see ``_is_draftable``, nor where a thinking budget may force a token. The KV of tokens that were not kept is
 behind the last known token, where the next step overwrites it, and blocks are cached up to that token only. The
 executor writes states of recurrent layers behind the tokens that are kept.
