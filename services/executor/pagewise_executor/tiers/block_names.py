@@ -20,8 +20,8 @@ from pagewise_executor.tiers.tier import Rows
 
 _HEADER = struct.Struct(f"<8sQQ{HASH_BYTES}s{HASH_BYTES}s")
 LAYOUT = 2
-"""The version of the data that is stored for a block: header, content, and tags of the salt. It is a part of the names of
-contents (``make_tiers``), so that an executor of another version finds no blocks instead of corrupt ones."""
+"""The version of the data that is stored for a block: header, content, and tags of the salt. It is a part of the names
+of contents (``make_tiers``), so that an executor of another version finds no blocks instead of corrupt ones."""
 _MAGIC = b"pagewis%d" % LAYOUT
 HEADER_BYTES = _HEADER.size
 SALTS_BYTES = MAX_SALT_TAGS * SALT_TAG_BYTES
