@@ -145,7 +145,7 @@ class EagleHead(DraftModel):
         if watched:
             for place, layer in enumerate(self._taken):
                 self._hooks.append(layer.register_forward_pre_hook(partial(self._keep, place), with_kwargs=True))
-            # The replay of a graph computes no layer, and its decoder returns what the graph has computed.
+            # The replay of a graph computes no layer, and its decoder returns the output of the graph.
             self._hooks.append(self._decoder.register_forward_pre_hook(self._begin))
 
     def reserve(self, tokens: int) -> None:
