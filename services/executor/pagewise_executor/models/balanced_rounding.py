@@ -1,7 +1,8 @@
 """Rounding to four bits by which errors of a row of weights cancel for given inputs (GPTQ; Frantar and others, 2022).
 
 The weights of a row are rounded one after the other. The weights that are not yet rounded then change so that the
-output changes least: by the inverse of the products of inputs, of which a factor of Cholesky has the part that is needed.
+output changes least: by the inverse of the products of inputs, of which a factor of Cholesky has the part that is
+needed.
 """
 
 import torch
