@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 INSTEAD = (
     "take a checkpoint in FP8 or int8 of compressed-tensors, in FP8 of quant_method 'fp8', in four bits of GPTQ, AWQ "
-    "or compressed-tensors, or the one in bfloat16, whose linear layers --quantization fp8 (on the CPU: int8 or int4) "
+    "or compressed-tensors, or the one in bfloat16, whose linear layers --quantization int4 or fp8 (on the CPU: int8) "
     "quantises while they are loaded"
 )
 """The advice in refusals."""

@@ -220,6 +220,15 @@ def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
     return count
 
 
+def quantise_in_four_bits(model: nn.Module, within: str) -> None:
+    """Replace the linear layers within a part of a model by layers in four bits, for ``make_fast``."""
+    for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
+        if is_quantised(module):
+            weight, bias = module.weight.detach(), module.bias
+            made, _ = four_bit_weight.quantise(weight.t() if is_conv1d(module) else weight)
+            model.set_submodule(name, FourBitLinear(made, bias))
+
+
 def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: str) -> None:
     """Replace the quantised linear layers within a part of a model by the fastest form that these kernels have.
 
