@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from pagewise_shared.gguf_tokenizer import TRANSFORMERS
@@ -23,7 +24,8 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 288, "tie_word_embeddings": False,
 }  # fmt: skip
 """Settings of a model whose rows are whole blocks in all formats."""
-ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3")} | {"mistral": "llama"}
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3")}
+ARCHITECTURES |= {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
 GEMMA = {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "query_pre_attn_scalar": 256}
 """Settings that transformers reads of every GGUF file of Gemma, whatever it says."""
 _LEAST, _MOST = 2.0**-24, 65504.0
@@ -61,6 +63,10 @@ def build_gguf(
     }
     if name.startswith("gemma"):
         given["attention.sliding_window"] = config.sliding_window
+    if (experts := getattr(config, "num_experts", getattr(config, "num_local_experts", None))) is not None:
+        given |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+    if family == "qwen3_moe":
+        given["expert_feed_forward_length"] = config.moe_intermediate_size
     for key, value in (given | dict(fields)).items():
         if value is not None:
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
@@ -72,15 +78,14 @@ def build_gguf(
     arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = config.tie_word_embeddings
-    for full, weight in model.state_dict().items():
+    for full, weight in _apart(model.state_dict()).items():
         own = names.get_name(full, try_suffixes=(".weight", ".bias"))
         if (tied and full.startswith("lm_head")) or own == skip or not own.startswith(only):
             continue
         values = np.ascontiguousarray(_permuted(full, weight.float().numpy(), config, name))
         if name.startswith("gemma") and full.endswith("norm.weight"):
             values = values + 1
-        form = "F32" if values.ndim < 2 else kind if isinstance(kind, str) else kind(own)
-        if form == "F32":
+        if (form := _form(values.ndim, own, kind)) == "F32":
             writer.add_tensor(own, values)
         else:
             writer.add_tensor(own, quantise(values, form), raw_dtype=Kind[form])
@@ -89,6 +94,34 @@ def build_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _form(dimensions: int, name: str, kind: str | Callable[[str], str]) -> str:
+    """Return the format of a tensor: llama.cpp keeps routers in float32."""
+    if dimensions < 2 or "ffn_gate_inp" in name:
+        return "F32"
+    return kind if isinstance(kind, str) else kind(name)
+
+
+def _apart(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a model, those of gate and up of experts apart."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            halves = zip(("gate", "up"), weight.chunk(2, dim=1), strict=True)
+            found |= {f"{name.replace('gate_up', part)}.weight": half for part, half in halves}
+        else:
+            found[name + ".weight" * name.endswith("experts.down_proj")] = weight
+    return found
+
+
+def round_weights(model: Any, kind: str | Callable[[str], str]) -> None:
+    """Give the weights of a mixture that ``build_gguf`` has returned the values of the file, by the package gguf."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, model.config.num_hidden_layers)
+    for full, weight in _apart(model.state_dict()).items():
+        if (form := _form(weight.ndim, names.get_name(full, try_suffixes=(".weight",)), kind)) != "F32":
+            blocks = quantise(np.ascontiguousarray(weight.float().numpy()), form)
+            weight.copy_(torch.from_numpy(gguf.dequantize(blocks, Kind[form])))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int, split: str) -> None:
@@ -138,10 +171,10 @@ def _permuted(name: str, values: Floats, config: Any, architecture: str) -> Floa
 
 
 def quantise(values: Floats, kind: str) -> Blocks:
-    """Return rows of values [rows, size] in a format, as blocks uint8 [rows, bytes]."""
+    """Return rows of values [.., size] in a format, as blocks uint8 [.., bytes]."""
     if kind in _K_FORMATS:
         blocks = _K_FORMATS[kind](values.reshape(-1, 256))
-        return blocks.reshape(len(values), -1)
+        return blocks.reshape(*values.shape[:-1], -1)
     made: Blocks = gguf.quantize(values, Kind[kind])
     return made
 

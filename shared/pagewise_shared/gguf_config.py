@@ -12,21 +12,26 @@ from pagewise_shared.errors import ModelError
 
 class _Family(NamedTuple):
     """The names of a family in config.json. ``gemma``: the family has Gemma's layers, and a model with so many layers
-    divides queries by another number than the size of heads; 0: other layers."""
+    divides queries by another number than the size of heads; 0: other layers. ``experts``: the name of the number of
+    experts of a layer; empty: it has none."""
 
     model_type: str
     architecture: str
     gemma: int = 0
+    experts: str = ""
 
 
 FAMILIES = {
     "llama": _Family("llama", "LlamaForCausalLM"),
     "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": _Family("qwen3_moe", "Qwen3MoeForCausalLM", experts="num_experts"),
     "gemma2": _Family("gemma2", "Gemma2ForCausalLM", gemma=46),
     "gemma3": _Family("gemma3_text", "Gemma3ForCausalLM", gemma=62),
 }
 """By general.architecture. Files of Mistral have the architecture llama."""
+_MIXTRAL = _Family("mixtral", "MixtralForCausalLM", experts="num_local_experts")
+"""Files of Mixtral have the architecture llama, too, and experts."""
 _KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -69,14 +74,21 @@ def config_of(
             "take the model's repository with safetensors"
         )
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
-    known = _KEYS.keys() | _MORE_KEYS | (_GEMMA_KEYS if family.gemma else set())
+    keys = dict(_KEYS)
+    if kind == "llama" and own.get("expert_count"):
+        family = _MIXTRAL
+    if family.experts:
+        keys |= {"expert_count": family.experts, "expert_used_count": "num_experts_per_tok"}
+    if family.model_type == "qwen3_moe":
+        keys["expert_feed_forward_length"] = "moe_intermediate_size"
+    known = keys.keys() | _MORE_KEYS | (_GEMMA_KEYS if family.gemma else set())
     if unknown := sorted(key for key, value in own.items() if value and key not in known):
         raise ModelError(
             f"{file} sets {kind}.{unknown[0]} = {own[unknown[0]]!r:.80}, which is not known and not served"
         )
-    if missing := [key for key in _KEYS if not isinstance(own.get(key), int | float)]:
+    if missing := [key for key in keys if not isinstance(own.get(key), int | float)]:
         raise ModelError(f"{file} has no number {kind}.{missing[0]}")
-    config: dict[str, Any] = {name: own[key] for key, name in _KEYS.items()}
+    config: dict[str, Any] = {name: own[key] for key, name in keys.items()}
     embedding = shapes.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file} has no tensor token_embd.weight")
@@ -99,7 +111,9 @@ def config_of(
     }
     if family.gemma:
         _set_gemma(config, own, family)
-    if family.model_type in ("llama", "qwen3"):
+    if family.model_type == "qwen3_moe":
+        config["norm_topk_prob"] = True  # llama.cpp knows no other models
+    if family.model_type in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = "blk.0.attn_output.bias" in shapes
     if family.model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_down.bias" in shapes

@@ -188,7 +188,8 @@ def test_factors_of_rope_are_those_of_llama_3() -> None:
     ("fields", "why"),
     [
         ({"general.architecture": "falcon"}, "architectures llama, qwen2, qwen3.*, and this one is of falcon"),
-        ({"llama.expert_count": 8}, "sets llama.expert_count = 8, which is not known"),
+        ({"llama.expert_count": 8}, "has no number llama.expert_used_count"),
+        ({"llama.expert_weights_scale": 2.5}, "sets llama.expert_weights_scale = 2.5, which is not known"),
         ({"llama.block_count": None}, "has no number llama.block_count"),
         ({"llama.feed_forward_length": [1, 2]}, "has no number llama.feed_forward_length"),
         ({"llama.rope.dimension_count": 32}, "heads of 64 and llama.rope.dimension_count = 32"),

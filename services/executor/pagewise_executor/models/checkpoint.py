@@ -121,6 +121,15 @@ class Checkpoint:
         assert ranks.alone
         return self.model, None
 
+    def _divide(self, part: nn.Module, ranks: Ranks, plan: dict[str, str]) -> None:
+        """Let ``model`` be a rank's ``part`` of it, without weights, which is divided by a ``plan``."""
+        whole, self.model = self.model, part
+        place_whole(part, whole)
+        # Each rank reads its rows of the embedding as floats.
+        self._wanted |= {own: StoredTensor(None, one.shape) for own, one in self._wanted.items()
+                         if one.in_blocks and own == f"{vocabulary_names(whole).embedding}.weight"}  # fmt: skip
+        self._shards = Shards(ranks, plan, vocabulary_names(part))
+
     def read(self, part: str, dtype: torch.dtype) -> None:
         """Read the weights of the module of ``model`` that is called ``part``, as ``dtype``, before it is replaced.
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.models.checkpoint import Checkpoint, place_whole
+from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.grouped_experts import sum_one_by_one
 from pagewise_executor.models.long_rope import fix_rope
 from pagewise_executor.models.mtp import MtpNames
@@ -124,9 +124,7 @@ class FamilyCheckpoint(Checkpoint):
     def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
         """Return this rank's part of the model, and how the model is divided."""
         if self._empty_part is not None:
-            whole, self.model = self.model, self._empty_part()
-            place_whole(self.model, whole)
-            self._shards = Shards(ranks, self._plan, vocabulary_names(self.model))
+            self._divide(self._empty_part(), ranks, self._plan)
         return self.model, self._shards
 
 

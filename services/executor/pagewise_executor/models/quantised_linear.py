@@ -321,8 +321,11 @@ def report(model: nn.Module, asked: bool) -> bool:
     ways, kept = Counter(_WAYS[type(linear)] for linear in linears), _kept(model)
     sizes = Counter[str]()
     for linear in linears:
-        four = isinstance(linear, _FourBits) or (isinstance(linear, GroupedLinear) and linear.packed.bits == 4)
-        sizes["four bits" if four else "eight bits"] += linear.weight.numel()
+        size = linear.weight.numel()
+        four = size * (linear.packed.bits == 4 if isinstance(linear, GroupedLinear) else isinstance(linear, _FourBits))
+        if isinstance(linear, CpuFourBitExperts):
+            four = linear.packed.in_four_bits
+        sizes += Counter({"four bits": four, "eight bits": size - four})
     log.log(
         logging.WARNING if asked and sizes.total() < kept.total() else logging.INFO,
         "%s (%s)%s; %s weights stay in %s: %s%s",
