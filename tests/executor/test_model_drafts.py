@@ -288,6 +288,7 @@ def as_part(path: Path) -> None:
     ("family", "build", "kept"),
     [
         ("glm4_moe", partial(build_quantised, FORMS["fp8 per channel"]), ()),
+        ("deepseek_v3", partial(build_quantised, FORMS["fp8 of deepseek"]), ()),
         ("qwen3_next", partial(build_quantised, FORMS["fp8 of deepseek"]), ("mtp.layers.0",)),
         ("qwen3_5", partial(build_quantised, FORMS["int8 per channel"]), ("re:mtp.*",)),
         ("qwen3_5", partial(build_four_bits, FOUR_BITS["compressed-tensors"]), ()),

@@ -166,7 +166,7 @@ def test_quantised_checkpoints_that_the_loader_refuses_have_no_size(tmp_path: Pa
             sizing(ExecutorConfig(tensor_parallel=ranks), tmp_path, 80 * GIB)
         return str(refusal.value)
 
-    assert "quantised checkpoints are served of Llama" in refused("deepseek_v3", 1)
+    assert "quantised checkpoints are served of Llama" in refused("minicpm3", 1)
     assert "quantised checkpoints of gemma2 are not divided among ranks" in refused("gemma2", 2)
 
 

@@ -168,6 +168,19 @@ def test_experts_in_four_bits_are_one_operation(family: str, name: str, tmp_path
     check_served(tmp_path, model, within=0.1)
 
 
+@pytest.mark.parametrize("name", ["compressed-tensors", "awq"])
+def test_latents_and_experts_of_deepseek_v3(name: str, tmp_path: Path) -> None:
+    need_cpu_kernels()
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 32, "num_hidden_layers": 2}
+    model: Any = build_four_bits(FORMS[name], tmp_path, "deepseek_v3", **sizes)
+    dense, mixture = load(tmp_path).model.model.layers
+    assert isinstance(mixture.mlp.experts, CpuFourBitExperts)
+    assert isinstance(dense.mlp.down_proj, Int4Linear)
+    weight = model.model.layers[0].self_attn.kv_b_proj.weight.detach().view(4, -1, 32)
+    assert torch.equal(dense.self_attn.absorbed.to_latents, weight[:, :12])
+    check_served(tmp_path, model, within=0.1)
+
+
 def test_experts_whose_gate_and_up_have_other_orders_are_computed_one_by_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,7 +76,7 @@ def _packed(linears: Sequence[Sequence[nn.Module]]) -> "Int4Experts | LinearExpe
     weights = [[(one.quantised, one.bias) for one in half] for half in halves]
     parts = [[_parts(weight, bias) for weight, bias in half if isinstance(weight, FourBitWeight)] for half in weights]
     if min(map(len, parts)) == len(pairs):
-        return Int4Experts(*parts)
+        return Int4Experts(parts[0], parts[1])
     return LinearExperts(*(
         [GroupedLinear(weight, bias).packed if isinstance(weight, GgufWeight) else Int4Linear(weight, bias).packed
          for weight, bias in half]

@@ -56,8 +56,8 @@ class TritonInt4Linear(nn.Module):
 
 
 class CpuFourBitExperts(nn.Module):
-    """The experts of a mixture in four bits, or of a GGUF file, by the CPU operations, whose inputs are rounded to eight
-    bits by group.
+    """The experts of a mixture in four bits, or of a GGUF file, by the CPU operations, which round inputs to eight bits
+    by group.
 
     ``weight``: a tensor of as many numbers as the experts have, without data. ``rounding``: as of ``Int8Linear``.
     """

@@ -157,13 +157,15 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     with _errors_of_loading(config, device):
         calibration = Calibration(sample, dict(zip(attention, layers, strict=True))) if sample is not None else None
         fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks, calibration)
-        connect(model, shards, vocab_size)
-        connect_recurrent(model, shards, recurrent)
     if compilation is not None:
         compilation.wait()
     if device.type == "cuda":
         choose_few_rows(model)
+    # A part of a model has keys of its own, so this need not wait for other ranks.
     rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
+    with _errors_of_loading(config, device):
+        connect(model, shards, vocab_size)
+        connect_recurrent(model, shards, recurrent)
     return LoadedModel(
         model=model,
         fingerprint=fingerprint(path, files) + _variant(config, model, rope.length, calibration),
