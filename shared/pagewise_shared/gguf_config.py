@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": _Family("qwen3_moe", "Qwen3MoeForCausalLM", experts="num_experts"),
+    "glm4moe": _Family("glm4_moe", "Glm4MoeForCausalLM", experts="n_routed_experts"),
     "gemma2": _Family("gemma2", "Gemma2ForCausalLM", gemma=46),
     "gemma3": _Family("gemma3_text", "Gemma3ForCausalLM", gemma=62),
 }
@@ -49,6 +50,15 @@ _MORE_KEYS = {
 _GEMMA_KEYS = {
     "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "rope.freq_base_swa"
 }  # fmt: skip
+_GLM_KEYS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_MORE_GLM_KEYS = {"expert_gating_func", "expert_group_count", "expert_group_used_count", "nextn_predict_layers"}
+_SIGMOID = 2
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 and later compute the factors of RoPE."""
 
@@ -81,7 +91,10 @@ def config_of(
         keys |= {"expert_count": family.experts, "expert_used_count": "num_experts_per_tok"}
     if family.model_type == "qwen3_moe":
         keys["expert_feed_forward_length"] = "moe_intermediate_size"
-    known = keys.keys() | _MORE_KEYS | (_GEMMA_KEYS if family.gemma else set())
+    of_glm = family.model_type == "glm4_moe"
+    keys |= _GLM_KEYS if of_glm else {}
+    more = _GEMMA_KEYS if family.gemma else _MORE_GLM_KEYS if of_glm else set()
+    known = keys.keys() | _MORE_KEYS | more
     if unknown := sorted(key for key, value in own.items() if value and key not in known):
         raise ModelError(
             f"{file} sets {kind}.{unknown[0]} = {own[unknown[0]]!r:.80}, which is not known and not served"
@@ -94,7 +107,7 @@ def config_of(
         raise ModelError(f"{file} has no tensor token_embd.weight")
     heads = config["num_attention_heads"]
     head_dim = own.get("attention.key_length") or config["hidden_size"] // max(1, heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *(() if of_glm else ("rope.dimension_count",))):
         if own.get(key, head_dim) != head_dim:
             raise ModelError(f"{file} has heads of {head_dim} and {kind}.{key} = {own[key]}, which is not served")
     config |= {
@@ -111,6 +124,8 @@ def config_of(
     }
     if family.gemma:
         _set_gemma(config, own, family)
+    if of_glm:
+        _set_glm(file, config, own, shapes)
     if family.model_type == "qwen3_moe":
         config["norm_topk_prob"] = True  # llama.cpp knows no other models
     if family.model_type in ("llama", "qwen3", "qwen3_moe"):
@@ -118,6 +133,22 @@ def config_of(
     if family.model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_down.bias" in shapes
     return config
+
+
+def _set_glm(file: str, config: dict[str, Any], own: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Set the further options of GLM-4.5, whose files count its MTP layer among the others."""
+    if own.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        raise ModelError(f"{file} chooses experts by glm4moe.expert_gating_func = {own['expert_gating_func']}, "
+                         "which is not served")  # fmt: skip
+    config["num_hidden_layers"] -= own.get("nextn_predict_layers", 0)
+    rotated = own.get("rope.dimension_count", config["head_dim"])
+    config["rope_parameters"] |= {"partial_rotary_factor": rotated / config["head_dim"]}
+    config |= {
+        "attention_bias": "blk.0.attn_q.bias" in shapes,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in shapes,
+        "n_group": own.get("expert_group_count", 1),
+        "topk_group": own.get("expert_group_used_count", 1),
+    }
 
 
 def _set_gemma(config: dict[str, Any], own: Mapping[str, Any], family: _Family) -> None:

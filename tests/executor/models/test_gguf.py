@@ -33,7 +33,7 @@ from pagewise_shared.gguf_model import make_folder
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
-from tests.gguf_models import GEMMA, build_gguf, quantise, round_weights
+from tests.gguf_models import EXPERTS, GEMMA, build_gguf, quantise, round_weights
 from tests.quantised_checkpoints import PROMPTS, check_served
 
 
@@ -157,12 +157,6 @@ def unlike_experts(name: str) -> str:
     return {"ffn_up_exps": "Q5_K", "ffn_down_exps": "Q4_0"}.get(name.split(".")[-2], "Q8_0")
 
 
-EXPERTS = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
-}
-
-
 @torch.no_grad()
 def sums_of_float64(experts: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     found = torch.zeros(x.shape, dtype=torch.float64)
@@ -180,6 +174,7 @@ def sums_of_float64(experts: Any, x: torch.Tensor, chosen: torch.Tensor, weights
         ("mixtral", "Q8_0", LinearExperts),
         ("qwen3_moe", "Q4_0", Int4Experts),
         ("qwen3_moe", unlike_experts, None),
+        ("glm4_moe", medium_experts, LinearExperts),
     ],
 )
 def test_mixtures_compute_what_the_file_says(

@@ -124,7 +124,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
-    text, mtp = _checked_text(config, model_config, headers, checkpoint is None and not _in_blocks(quantised))
+    text, mtp = _checked_text(config, model_config, headers, checkpoint is None)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
     skeleton, recurrent = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
     whole = copy.deepcopy(model_config)
@@ -209,11 +209,6 @@ def _tried(config: ExecutorConfig, model_config: Any, dtype: torch.dtype) -> Tri
 def _kept(quantised: QuantisedCheckpoint | None, ranks: Ranks) -> QuantisedCheckpoint | None:
     """Return how weights are kept: of experts in MXFP4 each of several ranks reads its part in the model's type."""
     return None if quantised is not None and quantised.mxfp4 and not ranks.alone else quantised
-
-
-def _in_blocks(quantised: QuantisedCheckpoint | None) -> bool:
-    """Return whether the files are of GGUF."""
-    return quantised is not None and quantised.in_blocks
 
 
 def _in_bits(quantised: QuantisedCheckpoint | None) -> bool:
