@@ -4,34 +4,48 @@ Nothing is guessed: a key that is not known here is refused, because it may chan
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pagewise_shared.errors import ModelError
 
 
 class _Family(NamedTuple):
-    """The names of a family in config.json. ``gemma``: the family has Gemma's layers, and a model with so many layers
-    divides queries by another number than the size of heads; 0: other layers. ``experts``: the name of the number of
-    experts of a layer; empty: it has none."""
+    """The names of a family in config.json. ``keys``: further keys that its files have, and their names in config.json;
+    ``more``: keys that they may have. ``gemma``: the family has Gemma's layers, and a model with so many layers divides
+    queries by another number than the size of heads; 0: other layers."""
 
     model_type: str
     architecture: str
+    keys: Mapping[str, str] = MappingProxyType({})
+    more: Collection[str] = ()
     gemma: int = 0
-    experts: str = ""
 
 
+_USED = {"expert_used_count": "num_experts_per_tok"}
+_OF_QWEN3_MOE = _USED | {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
+_OF_GLM = _USED | {
+    "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_MORE_OF_GLM = "expert_gating_func", "expert_group_count", "expert_group_used_count", "nextn_predict_layers"
+_MORE_OF_GEMMA = "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "rope.freq_base_swa"
 FAMILIES = {
     "llama": _Family("llama", "LlamaForCausalLM"),
     "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": _Family("qwen3_moe", "Qwen3MoeForCausalLM", experts="num_experts"),
-    "glm4moe": _Family("glm4_moe", "Glm4MoeForCausalLM", experts="n_routed_experts"),
-    "gemma2": _Family("gemma2", "Gemma2ForCausalLM", gemma=46),
-    "gemma3": _Family("gemma3_text", "Gemma3ForCausalLM", gemma=62),
+    "qwen3moe": _Family("qwen3_moe", "Qwen3MoeForCausalLM", _OF_QWEN3_MOE),
+    "glm4moe": _Family("glm4_moe", "Glm4MoeForCausalLM", _OF_GLM, _MORE_OF_GLM),
+    "gemma2": _Family("gemma2", "Gemma2ForCausalLM", more=_MORE_OF_GEMMA, gemma=46),
+    "gemma3": _Family("gemma3_text", "Gemma3ForCausalLM", more=_MORE_OF_GEMMA, gemma=62),
 }
 """By general.architecture. Files of Mistral have the architecture llama."""
-_MIXTRAL = _Family("mixtral", "MixtralForCausalLM", experts="num_local_experts")
+_MIXTRAL = _Family("mixtral", "MixtralForCausalLM", _USED | {"expert_count": "num_local_experts"})
 """Files of Mixtral have the architecture llama, too, and experts."""
 _KEYS = {
     "context_length": "max_position_embeddings",
@@ -47,18 +61,8 @@ _MORE_KEYS = {
     "rope.freq_base", "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
     "rope.scaling.type", "tensor_data_layout", "vocab_size",
 }  # fmt: skip
-_GEMMA_KEYS = {
-    "attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "rope.freq_base_swa"
-}  # fmt: skip
-_GLM_KEYS = {
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_count": "n_shared_experts",
-    "expert_weights_norm": "norm_topk_prob",
-    "expert_weights_scale": "routed_scaling_factor",
-    "leading_dense_block_count": "first_k_dense_replace",
-}
-_MORE_GLM_KEYS = {"expert_gating_func", "expert_group_count", "expert_group_used_count", "nextn_predict_layers"}
 _SIGMOID = 2
+"""The number of this function, which scores experts."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """How Llama 3.1 and later compute the factors of RoPE."""
 
@@ -84,17 +88,11 @@ def config_of(
             "take the model's repository with safetensors"
         )
     own = {key.removeprefix(f"{kind}."): value for key, value in fields.items() if key.startswith(f"{kind}.")}
-    keys = dict(_KEYS)
     if kind == "llama" and own.get("expert_count"):
         family = _MIXTRAL
-    if family.experts:
-        keys |= {"expert_count": family.experts, "expert_used_count": "num_experts_per_tok"}
-    if family.model_type == "qwen3_moe":
-        keys["expert_feed_forward_length"] = "moe_intermediate_size"
     of_glm = family.model_type == "glm4_moe"
-    keys |= _GLM_KEYS if of_glm else {}
-    more = _GEMMA_KEYS if family.gemma else _MORE_GLM_KEYS if of_glm else set()
-    known = keys.keys() | _MORE_KEYS | more
+    keys = _KEYS | dict(family.keys)
+    known = {*keys, *_MORE_KEYS, *family.more}
     if unknown := sorted(key for key, value in own.items() if value and key not in known):
         raise ModelError(
             f"{file} sets {kind}.{unknown[0]} = {own[unknown[0]]!r:.80}, which is not known and not served"
@@ -122,9 +120,17 @@ def config_of(
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
     }
+    _set_more(file, config, own, shapes, family)
+    return config
+
+
+def _set_more(
+    file: str, config: dict[str, Any], own: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], family: _Family
+) -> None:
+    """Set the options that some families have."""
     if family.gemma:
         _set_gemma(config, own, family)
-    if of_glm:
+    if family.model_type == "glm4_moe":
         _set_glm(file, config, own, shapes)
     if family.model_type == "qwen3_moe":
         config["norm_topk_prob"] = True  # llama.cpp knows no other models
@@ -132,7 +138,6 @@ def config_of(
         config["attention_bias"] = "blk.0.attn_output.bias" in shapes
     if family.model_type == "llama":
         config["mlp_bias"] = "blk.0.ffn_down.bias" in shapes
-    return config
 
 
 def _set_glm(file: str, config: dict[str, Any], own: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> None:

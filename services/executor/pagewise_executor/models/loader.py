@@ -157,13 +157,11 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     with _errors_of_loading(config, device):
         calibration = Calibration(sample, dict(zip(attention, layers, strict=True))) if sample is not None else None
         fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks, calibration)
-    if compilation is not None:
-        compilation.wait()
-    if device.type == "cuda":
-        choose_few_rows(model)
-    # A part of a model has keys of its own, so this need not wait for other ranks.
-    rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
-    with _errors_of_loading(config, device):
+        if compilation is not None:
+            compilation.wait()
+        if device.type == "cuda":
+            choose_few_rows(model)
+        rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
         connect(model, shards, vocab_size)
         connect_recurrent(model, shards, recurrent)
     return LoadedModel(
@@ -223,7 +221,10 @@ def _key_rotations(
     device: torch.device,
     checkpoint: LlamaCheckpoint | None,
 ) -> tuple[list[KeyRotation], str]:
-    """Return the rotation of each layer's keys; or none, and the reason why segments cannot be moved."""
+    """Return the rotation of each layer's keys; or none, and the reason why segments cannot be moved.
+
+    A part of a model that is not connected with other ranks has keys of its own, and need not wait for them.
+    """
     if checkpoint is not None:
         return [KeyRotation(checkpoint.model.model.rotary_emb.inv_freq)] * len(attention), ""
     try:
