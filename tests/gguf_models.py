@@ -1,5 +1,6 @@
 """GGUF files of tiny models, written by the package gguf, with weights in the formats that llama.cpp writes."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
 from pagewise_shared.gguf_tokenizer import TRANSFORMERS
+from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
 from tests.model_builders import build_model
@@ -23,27 +26,44 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 288, "tie_word_embeddings": False,
 }  # fmt: skip
 """Settings of a model whose rows are whole blocks in all formats."""
-ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3")} | {"mistral": "llama"}
+ARCHITECTURES = {name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3")}
+ARCHITECTURES |= {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe"}
 GEMMA = {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "query_pre_attn_scalar": 256}
 """Settings that transformers reads of every GGUF file of Gemma, whatever it says."""
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+    },
+}
+"""Settings of mixtures."""
 _LEAST, _MOST = 2.0**-24, 65504.0
+_OF_MTP = re.compile(r"layers\.\d+\.(enorm|hnorm|eh_proj|embed_tokens|shared_head)\.")
 
 
 def build_gguf(
     path: Path, family: str = "llama", kind: str | Callable[[str], str] = "Q4_0", fields: Mapping[str, Any] = {},
     skip: str = "", only: str | tuple[str, ...] = "", big_endian: bool = False,
-    split: str = "qwen2", spaces: bool | None = None, **settings: Any,
+    split: str = "qwen2", spaces: bool | None = None, build: Callable[..., Any] = build_model, **settings: Any,
 ) -> Any:  # fmt: skip
     """Write a model of random weights to the file ``path``, and return the model before its weights were rounded.
 
     ``kind``: the format of matrices, or a function from the name of one to it. ``fields``: more fields of the file, or
     others, by their keys without the architecture; None: the file has none. ``skip``: a tensor that is left out.
     ``only``: the beginnings of the names of those that are written. ``split``: how a byte-level tokenizer splits texts.
-    ``spaces``: the tokenizer is one of SentencePiece, and says whether it adds a space before texts.
+    ``spaces``: the tokenizer is one of SentencePiece, and says whether it adds a space before texts. ``build``: saves
+    the model, of which the last layer may be for MTP.
     """
     if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS:
         pytest.skip(f"transformers {transformers.__version__} is too old for GGUF files")
-    model = build_model(family, path.parent / "original", **SHAPE | settings)
+    model = build(family, path.parent / "original", **SHAPE | settings)
     config, name = model.config, ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, name, endianess=gguf.GGUFEndian.BIG if big_endian else gguf.GGUFEndian.LITTLE)
     head_dim = settings.get("head_dim", SHAPE["head_dim"])
@@ -61,9 +81,24 @@ def build_gguf(
     }
     if name.startswith("gemma"):
         given["attention.sliding_window"] = config.sliding_window
+    if family == "glm4_moe":
+        given |= {
+            "expert_shared_count": config.n_shared_experts,
+            "expert_weights_norm": config.norm_topk_prob,
+            "expert_weights_scale": config.routed_scaling_factor,
+            "expert_gating_func": 2,
+            "leading_dense_block_count": config.first_k_dense_replace,
+            "rope.dimension_count": head_dim // 2,
+        }
+    if (experts := getattr(config, "num_experts", getattr(config, "num_local_experts", None))) is not None:
+        given |= {"expert_count": experts, "expert_used_count": config.num_experts_per_tok}
+    if family in ("qwen3_moe", "glm4_moe"):
+        given["expert_feed_forward_length"] = config.moe_intermediate_size
     for key, value in (given | dict(fields)).items():
         if value is not None:
-            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+            add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}[
+                type(value)
+            ]
             add(key if key.startswith("split.") else f"{name}.{key}", value)
     if spaces is None:
         _add_tokenizer(writer, config.vocab_size, split)
@@ -72,15 +107,16 @@ def build_gguf(
     arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = config.tie_word_embeddings
-    for full, weight in model.state_dict().items():
+    saved = load_file(path.parent / "original" / "model.safetensors")
+    mtp = {full: weight for full, weight in saved.items() if _OF_MTP.search(full)}
+    for full, weight in (_apart(model.state_dict()) | mtp).items():
         own = names.get_name(full, try_suffixes=(".weight", ".bias"))
         if (tied and full.startswith("lm_head")) or own == skip or not own.startswith(only):
             continue
         values = np.ascontiguousarray(_permuted(full, weight.float().numpy(), config, name))
         if name.startswith("gemma") and full.endswith("norm.weight"):
             values = values + 1
-        form = "F32" if values.ndim < 2 else kind if isinstance(kind, str) else kind(own)
-        if form == "F32":
+        if (form := _form(values.ndim, own, kind)) == "F32":
             writer.add_tensor(own, values)
         else:
             writer.add_tensor(own, quantise(values, form), raw_dtype=Kind[form])
@@ -89,6 +125,42 @@ def build_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+def _form(dimensions: int, name: str, kind: str | Callable[[str], str]) -> str:
+    """Return the format of a tensor: llama.cpp keeps routers in float32."""
+    if dimensions < 2 or "ffn_gate_inp" in name:
+        return "F32"
+    return kind if isinstance(kind, str) else kind(name)
+
+
+def _apart(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights of a model, those of gate and up of experts apart."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            halves = zip(("gate", "up"), weight.chunk(2, dim=1), strict=True)
+            found |= {f"{name.replace('gate_up', part)}.weight": half for part, half in halves}
+        else:
+            corrected = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            found[corrected + ".weight" * name.endswith("experts.down_proj")] = weight
+    return found
+
+
+def round_weights(model: Any, kind: str | Callable[[str], str]) -> None:
+    """Give the weights of a mixture that ``build_gguf`` has returned the values of the file, by the package gguf."""
+    of_glm = model.config.model_type == "glm4_moe"
+    arch = gguf.MODEL_ARCH.GLM4_MOE if of_glm else gguf.MODEL_ARCH.QWEN3MOE
+    names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
+    for full, weight in _apart(model.state_dict()).items():
+        if (form := _form(weight.ndim, names.get_name(full, try_suffixes=(".weight",)), kind)) != "F32":
+            weight.copy_(rounded(weight, form))
+
+
+def rounded(weight: torch.Tensor, form: str) -> torch.Tensor:
+    """Return weights after they were in a format, by the package gguf."""
+    blocks = quantise(np.ascontiguousarray(weight.float().numpy()), form)
+    return torch.from_numpy(gguf.dequantize(blocks, Kind[form]))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int, split: str) -> None:
@@ -138,10 +210,10 @@ def _permuted(name: str, values: Floats, config: Any, architecture: str) -> Floa
 
 
 def quantise(values: Floats, kind: str) -> Blocks:
-    """Return rows of values [rows, size] in a format, as blocks uint8 [rows, bytes]."""
+    """Return rows of values [.., size] in a format, as blocks uint8 [.., bytes]."""
     if kind in _K_FORMATS:
         blocks = _K_FORMATS[kind](values.reshape(-1, 256))
-        return blocks.reshape(len(values), -1)
+        return blocks.reshape(*values.shape[:-1], -1)
     made: Blocks = gguf.quantize(values, Kind[kind])
     return made
 

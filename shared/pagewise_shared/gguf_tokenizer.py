@@ -12,12 +12,19 @@ from pagewise_shared.errors import ModelError
 
 TRANSFORMERS = (5, 23)
 """The first version whose tokenizers have been compared with llama.cpp's. Version 5.13 leaves out the first token."""
-_DIGITS = "smollm"
+_DIGITS, _GLM = "smollm", "glm4"
 _SPLITS = {
     "dbrx", "deepseek-r1-qwen", "falcon3", "gpt-2", "gpt-4o", "llama-bpe", "llama3", "megrez", "pixtral", "qwen2",
-    "qwen35", "smaug-bpe", "tekken", _DIGITS,
+    "qwen35", "smaug-bpe", "tekken", _DIGITS, _GLM,
 }  # fmt: skip
 """How byte-level vocabularies split a text into words (tokenizer.ggml.pre), where both have been compared."""
+
+
+_OF_GLM = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The words of GLM-4, a split that transformers does not know by its name."""
 
 
 def write_tokenizer(folder: Path, file: Path, fields: Mapping[str, Any], vocab_size: int) -> None:
@@ -51,6 +58,10 @@ def write_tokenizer(folder: Path, file: Path, fields: Mapping[str, Any], vocab_s
         words = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
         digits = {"type": "Digits", "individual_digits": True}
         settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, words]}
+    if split == _GLM:
+        words = {"type": "Split", "pattern": {"Regex": _OF_GLM}, "behavior": "Isolated", "invert": False}
+        as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, as_bytes]}
     if (fields["general.architecture"], kind) == ("llama", "llama"):
         _set_spaces(settings, prefix=bool(fields.get("tokenizer.ggml.add_space_prefix", True)))
     (folder / "tokenizer.json").write_text(json.dumps(settings))

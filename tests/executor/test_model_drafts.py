@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_kernels.cpu.linear_grouped import GroupedWeight
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.protocol import NewSequence, ProposingStepPlan, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
@@ -288,6 +289,7 @@ def as_part(path: Path) -> None:
     ("family", "build", "kept"),
     [
         ("glm4_moe", partial(build_quantised, FORMS["fp8 per channel"]), ()),
+        ("deepseek_v3", partial(build_quantised, FORMS["fp8 of deepseek"]), ()),
         ("qwen3_next", partial(build_quantised, FORMS["fp8 of deepseek"]), ("mtp.layers.0",)),
         ("qwen3_5", partial(build_quantised, FORMS["int8 per channel"]), ("re:mtp.*",)),
         ("qwen3_5", partial(build_four_bits, FOUR_BITS["compressed-tensors"]), ()),
@@ -305,6 +307,32 @@ def test_mtp_layers_of_quantised_checkpoints_propose_what_they_predict(
     drawn, proposed = started(build_runner(tmp_path, kernels="torch", speculative_config=MTP), [0, 3])
     whole.set_attn_implementation("sdpa")
     assert proposed == reference_of_mtp(whole, tmp_path, [5, 6, 7, *drawn], 3)
+
+
+def test_the_mtp_layer_of_a_gguf_file_proposes_what_it_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    need_cpu_kernels()
+    from tests.gguf_models import EXPERTS, build_gguf, round_weights, rounded
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(GroupedWeight, "linear", partialmethod(GroupedWeight.linear, exact=True))
+
+    def build(family: str, path: Path, num_hidden_layers: int, **settings: Any) -> Any:
+        return build_mtp(family, path, seed=2, build=partial(build_model, **settings))
+
+    whole = build_gguf(
+        tmp_path / "m.gguf", "glm4_moe", "Q8_0", {"nextn_predict_layers": 1}, build=build, **EXPERTS["glm4_moe"]
+    )
+    file = tmp_path / "original" / "model.safetensors"
+    weights = load_file(file)
+    name = f"model.layers.{len(whole.model.layers) - 1}.eh_proj.weight"
+    weights[name] = rounded(weights[name], "Q8_0")
+    save_file(weights, file, {"format": "pt"})
+    round_weights(whole, "Q8_0")
+    drawn, proposed = started(build_runner(tmp_path / "m.gguf", speculative_config=MTP), [0, 3])
+    assert proposed == reference_of_mtp(whole, file.parent, [5, 6, 7, *drawn], 3)
 
 
 def keep_as_floats(path: Path, block: torch.nn.Module, prefix: str, entries: Sequence[str]) -> None:

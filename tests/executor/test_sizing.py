@@ -146,6 +146,8 @@ def test_quantised_checkpoints_count_in_eight_bits(tmp_path: Path) -> None:
     shape = SHAPES["8B"] | {"rms_norm_eps": 1e-5, "hidden_act": "silu", "architectures": ["LlamaForCausalLM"]}
     stored, converted = weights("8B", shape | FP8), weights("plain", shape, quantization="fp8")
     assert stored == converted
+    on_cpu, on_gpu = (weights("plain", shape, quantization="int4", device=device) for device in ("cpu", "auto"))
+    assert on_gpu - on_cpu == 128_256 * (4096 - 4), "on GPUs the head stays in 16 bits"
     mixture = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
     mixture |= {"num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 151_936}
     assert 28 < weights("mixture", mixture | FP8) / GIB < 30, "30.5 billion, of which embeddings and head in 16 bits"
@@ -164,7 +166,7 @@ def test_quantised_checkpoints_that_the_loader_refuses_have_no_size(tmp_path: Pa
             sizing(ExecutorConfig(tensor_parallel=ranks), tmp_path, 80 * GIB)
         return str(refusal.value)
 
-    assert "quantised checkpoints are served of Llama" in refused("deepseek_v3", 1)
+    assert "quantised checkpoints are served of Llama" in refused("minicpm3", 1)
     assert "quantised checkpoints of gemma2 are not divided among ranks" in refused("gemma2", 2)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from pagewise_kernels.cpu.experts import SILU, Activation
 from pagewise_kernels.cpu.int4_experts import Int4Experts, Int4Parts
+from pagewise_kernels.cpu.linear_experts import LinearExperts
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
 
 from tests.kernels.int4_layers import drawn
@@ -62,6 +63,17 @@ def test_experts_compute_what_linear_layers_do(
         again = layer.sums(x, chosen, weights)
         assert again[1].isnan().all()
         assert torch.equal(again[::2], found[::2])
+
+
+def test_experts_of_two_products_each_compute_the_same() -> None:
+    halves = drawn_layer(6, 96, 160, 32, biased=False)
+    layer = LinearExperts(*([Int4Weight(*one) for one in half] for half in halves))
+    x, chosen, weights = torch.randn(7, 96), torch.rand(7, 6).argsort(dim=1)[:, :2].contiguous(), torch.rand(7, 2)
+    wanted = expected(x, *halves, chosen, weights, SILU)
+    assert float((layer.sums(x, chosen, weights) - wanted).abs().max() / wanted.abs().max()) < 2e-3
+    assert layer.in_four_bits == layer.num_weights
+    with pytest.raises(ValueError, match="do not fit together"):
+        LinearExperts([Int4Weight(*one) for one in halves[1]], [Int4Weight(*one) for one in halves[0]])
 
 
 def test_what_does_not_fit_is_refused() -> None:

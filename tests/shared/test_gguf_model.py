@@ -163,6 +163,21 @@ def test_what_files_leave_out_has_the_defaults_of_llama_cpp() -> None:
     assert config_of("m.gguf", FIELDS | linear, SHAPES)["rope_parameters"]["factor"] == 4.0
 
 
+def test_files_of_glm_count_the_mtp_layer_and_may_not_choose_experts_otherwise() -> None:
+    own = {
+        "block_count": 3, "nextn_predict_layers": 1, "rope.dimension_count": 32, "expert_count": 8,
+        "expert_used_count": 2, "expert_feed_forward_length": 64, "expert_shared_count": 1, "expert_weights_norm": True,
+        "expert_weights_scale": 2.5, "leading_dense_block_count": 1, "expert_gating_func": 2,
+    }  # fmt: skip
+    fields = {name.replace("llama.", "glm4moe."): value for name, value in FIELDS.items()}
+    fields |= {"general.architecture": "glm4moe"} | {f"glm4moe.{name}": value for name, value in own.items()}
+    config = config_of("m.gguf", fields, SHAPES | {"blk.0.attn_q.bias": [256]})
+    assert (config["num_hidden_layers"], config["attention_bias"], config["use_qk_norm"]) == (2, True, False)
+    assert (config["rope_parameters"]["partial_rotary_factor"], config["n_routed_experts"]) == (0.5, 8)
+    with pytest.raises(ModelError, match=r"chooses experts by glm4moe\.expert_gating_func = 1"):
+        config_of("m.gguf", fields | {"glm4moe.expert_gating_func": 1}, SHAPES)
+
+
 def test_factors_of_rope_are_those_of_llama_3() -> None:
     """As Llama 3.2 has them, from transformers."""
     from transformers import LlamaConfig
@@ -188,7 +203,8 @@ def test_factors_of_rope_are_those_of_llama_3() -> None:
     ("fields", "why"),
     [
         ({"general.architecture": "falcon"}, "architectures llama, qwen2, qwen3.*, and this one is of falcon"),
-        ({"llama.expert_count": 8}, "sets llama.expert_count = 8, which is not known"),
+        ({"llama.expert_count": 8}, "has no number llama.expert_used_count"),
+        ({"llama.expert_weights_scale": 2.5}, "sets llama.expert_weights_scale = 2.5, which is not known"),
         ({"llama.block_count": None}, "has no number llama.block_count"),
         ({"llama.feed_forward_length": [1, 2]}, "has no number llama.feed_forward_length"),
         ({"llama.rope.dimension_count": 32}, "heads of 64 and llama.rope.dimension_count = 32"),

@@ -57,6 +57,11 @@ class Int4Experts(SortedExperts):
         self._activation = activation
 
     @property
+    def in_four_bits(self) -> int:
+        """The number of weights in four bits: all."""
+        return self.num_weights
+
+    @property
     def num_bytes(self) -> int:
         """The memory of codes, scales and zeros."""
         return sum(weight.num_bytes for half in self._weights for weight in half)

@@ -192,7 +192,7 @@ def _weight_bytes(
     if quantised is None or quantised.mxfp4 or quantised.in_floats:
         if quantised is not None and quantised.mxfp4 and config.tensor_parallel == 1:
             place_mxfp4(model)
-        return weight_bytes(model, dtype, config.quantization)
+        return weight_bytes(model, dtype, config.quantization, on_gpu=config.device != "cpu")
     return checkpoint_bytes(model, dtype, quantised.four_bits)
 
 

@@ -489,10 +489,11 @@ class ExecutorConfig(Struct, frozen=True, kw_only=True):
     quantization: Annotated[
         Literal["none", "int8", "int4", "fp8"],
         _help(
-            "quantise linear layers while they are loaded: int8 or int4 on the CPU, fp8 on GPUs; none: as they are",
+            "quantise linear layers while they are loaded: int4, int8 on the CPU, fp8 on GPUs; none: as they are",
             more="A checkpoint that is quantised needs no option ([quantization.md](quantization.md)). Experts of "
-            "mixtures are quantised by int4 alone. Tokens change: [quantization.md](quantization.md#what-it-changes) "
-            "says how much. Executors that serve a model together need the same value.",
+            "mixtures are quantised by int4 on the CPU alone. Tokens change: "
+            "[quantization.md](quantization.md#what-it-changes) says how much. Executors that serve a model together "
+            "need the same value.",
         ),
     ] = "none"
     quantization_text: Annotated[

@@ -11,7 +11,7 @@ from pagewise_executor.collectives import Ranks
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.models.four_bit_checkpoint import UNPACK, FourBitScheme
 from pagewise_executor.models.four_bit_linear import CpuFourBitExperts, FourBitLinear, TritonInt4Linear
-from pagewise_executor.models.four_bit_weight import FourBitWeight
+from pagewise_executor.models.four_bit_weight import FourBitWeight, quantise
 from pagewise_executor.models.kernel_choice import candidates
 from pagewise_executor.models.loader import LoadedModel, load_model
 from pagewise_executor.models.packed_linear import Int4Linear
@@ -124,6 +124,27 @@ def test_triton_kernels_compute_models_in_four_bits(family: str, name: str, tmp_
     check_served(tmp_path, model, within=1e-3, prompts=PROMPTS[:1], kernels="triton")
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("family", "dtype"), [("qwen2", "float32"), ("mixtral", "bfloat16")])
+def test_triton_kernels_compute_models_that_are_quantised_while_they_are_loaded(
+    family: str, dtype: Any, tmp_path: Path
+) -> None:
+    """Head and experts stay as they are."""
+    model: Any = build_model(family, tmp_path, **SHAPE)
+    options = {"kernels": "triton", "quantization": "int4", "dtype": dtype}
+    loaded = load(tmp_path, **options)
+    found = {name for name, module in loaded.model.named_modules() if isinstance(module, TritonInt4Linear)}
+    ends = {name.removeprefix("model.layers.0.") for name in found}
+    assert ends == {"qkv", "out"} | ({"gate_up", "down"} if family == "qwen2" else set())
+    for name, module in model.model.layers.named_modules():
+        if type(module) is torch.nn.Linear and (family == "qwen2" or "self_attn" in name):
+            module.weight.data = quantise(module.weight.detach().to(loaded.dtype))[0].dequantised()
+    within = 1e-3 if dtype == "float32" else 0.05
+    check_served(tmp_path, model, within=within, prompts=PROMPTS[:1], **options)
+    config = ExecutorConfig(model=str(tmp_path), quantization="int4")
+    assert candidates(config, torch.device("cuda"), torch.bfloat16).kernels[0] == "triton"
+
+
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -144,6 +165,19 @@ def test_experts_in_four_bits_are_one_operation(family: str, name: str, tmp_path
     with torch.no_grad():
         expected = theirs(*given)
     assert float((found(*given) - expected).abs().max()) < 0.02 * float(expected.abs().max()), "inputs have eight bits"
+    check_served(tmp_path, model, within=0.1)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "awq"])
+def test_latents_and_experts_of_deepseek_v3(name: str, tmp_path: Path) -> None:
+    need_cpu_kernels()
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 32, "num_hidden_layers": 2}
+    model: Any = build_four_bits(FORMS[name], tmp_path, "deepseek_v3", **sizes)
+    dense, mixture = load(tmp_path).model.model.layers
+    assert isinstance(mixture.mlp.experts, CpuFourBitExperts)
+    assert isinstance(dense.mlp.down_proj, Int4Linear)
+    weight = model.model.layers[0].self_attn.kv_b_proj.weight.detach().view(4, -1, 32)
+    assert torch.equal(dense.self_attn.absorbed.to_latents, weight[:, :12])
     check_served(tmp_path, model, within=0.1)
 
 

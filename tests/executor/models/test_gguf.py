@@ -1,6 +1,7 @@
 """GGUF files: weights of each format, layers, tokens of whole models, parts of ranks, and sizes."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from pagewise_executor.models.quantised_linear import JoinedLinear
 from pagewise_executor.models.weight_files import checked_headers, weight_files
 from pagewise_executor.models.weight_memory import stored_bytes
 from pagewise_executor.sizing import sizing
+from pagewise_kernels.cpu.int4_experts import Int4Experts
+from pagewise_kernels.cpu.linear_experts import LinearExperts
 from pagewise_kernels.cpu.linear_grouped import GroupedWeight
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
 from pagewise_shared.config import ExecutorConfig
@@ -30,7 +33,7 @@ from pagewise_shared.gguf_model import make_folder
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
-from tests.gguf_models import GEMMA, build_gguf, quantise
+from tests.gguf_models import EXPERTS, GEMMA, build_gguf, quantise, round_weights
 from tests.quantised_checkpoints import PROMPTS, check_served
 
 
@@ -143,6 +146,75 @@ def test_greedy_tokens_are_those_of_transformers(
     for prompt, one in zip(PROMPTS, asked, strict=True):
         made = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False)
         assert one.sequences[0].output_token_ids.tolist() == made[0, len(prompt) :].tolist()
+
+
+def medium_experts(name: str) -> str:
+    """As llama.cpp's Q4_K_M of mixtures: down is in Q6_K in some layers."""
+    return "Q6_K" if "ffn_down_exps" in name else medium(name)
+
+
+def unlike_experts(name: str) -> str:
+    return {"ffn_up_exps": "Q5_K", "ffn_down_exps": "Q4_0"}.get(name.split(".")[-2], "Q8_0")
+
+
+@torch.no_grad()
+def sums_of_float64(experts: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros(x.shape, dtype=torch.float64)
+    for token, place in itertools.product(range(len(x)), range(chosen.shape[1])):
+        gate_up, down = (part[chosen[token, place]].double() for part in (experts.gate_up_proj, experts.down_proj))
+        gate, up = (gate_up @ x[token].double()).chunk(2)
+        found[token] += weights[token, place] * (down @ (torch.nn.functional.silu(gate) * up))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "joined"),
+    [
+        ("mixtral", medium_experts, LinearExperts),
+        ("mixtral", "Q8_0", LinearExperts),
+        ("qwen3_moe", "Q4_0", Int4Experts),
+        ("qwen3_moe", unlike_experts, None),
+        ("glm4_moe", medium_experts, LinearExperts),
+    ],
+)
+def test_mixtures_compute_what_the_file_says(
+    family: str, kind: Any, joined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    need_cpu_kernels()
+    file = tmp_path / "m.gguf"
+    theirs = build_gguf(file, family, kind, **EXPERTS[family])
+    round_weights(theirs, kind)
+    check_served(file, theirs, within=0.15)
+    for weight in (GroupedWeight, Int4Weight):
+        monkeypatch.setattr(weight, "linear", functools.partialmethod(weight.linear, exact=True))
+    loaded = load(file)
+    experts = loaded.model.model.layers[1].mlp.experts  # type: ignore[union-attr, index]
+    assert not loaded.fallback
+    assert type(getattr(experts, "packed", None)) is (joined or type(None))
+    assert ("not all can be joined" in caplog.text) is (joined is None)
+    x, chosen, weights = torch.randn(5, 256), torch.rand(5, 4).argsort(dim=1)[:, :2].contiguous(), torch.rand(5, 2)
+    expected = sums_of_float64(theirs.model.layers[1].mlp.experts, x, chosen, weights)
+    rounds = joined is Int4Experts  # inputs, always
+    within = 0.02 * float(expected.abs().max()) if rounds else 1e-4
+    torch.testing.assert_close(experts(x, chosen, weights).double(), expected, rtol=1e-5, atol=within)
+    if not rounds:
+        check_served(file, theirs, within=1e-3)
+
+
+def test_each_rank_computes_its_part_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_cpu_kernels()
+    for weight in (GroupedWeight, Int4Weight):
+        monkeypatch.setattr(weight, "linear", functools.partialmethod(weight.linear, exact=True))
+    file = tmp_path / "m.gguf"
+    theirs = build_gguf(file, "mixtral", medium_experts, num_hidden_layers=1, **EXPERTS["mixtral"])
+    round_weights(theirs, medium_experts)
+    models: list[Any] = [load(file, Ranks(rank, 2)).model for rank in (0, 1)]
+    x, chosen, weights = torch.randn(3, 256), torch.tensor([[0, 1], [2, 3], [1, 3]]), torch.rand(3, 2)
+    parts = [model.model.layers[0].mlp.experts.forward(x, chosen, weights) for model in models]
+    expected = sums_of_float64(theirs.model.layers[0].mlp.experts, x, chosen, weights)
+    torch.testing.assert_close((parts[0] + parts[1]).double(), expected, rtol=1e-5, atol=1e-4)
+    rows = torch.cat([model.model.embed_tokens.own.weight for model in models])
+    assert torch.equal(rows, theirs.model.embed_tokens.weight)
 
 
 def test_each_rank_computes_its_part(tmp_path: Path) -> None:

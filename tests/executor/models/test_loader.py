@@ -246,12 +246,14 @@ def test_quantised_weights_on_the_cpu(kind: Any, model: Path, monkeypatch: pytes
     assert quantised.fingerprint == f"{exact.fingerprint}-{kind}", "another model: its tokens are others"
     found = {type(module).__name__ for module in quantised.model.modules() if hasattr(module, "packed")}
     assert found == {"Int8Linear", *(["Int4Linear"] if kind == "int4" else [])}, "the head has eight bits"
-    with pytest.raises(ModelError, match=f"--quantization {kind}: it is for the CPU, not for cuda: take fp8"):
-        candidates(ExecutorConfig(model=str(model), quantization=kind), torch.device("cuda"), torch.float32)
+    on_gpu: dict[str, Any] = {"quantization_text": "t"} if kind == "int4" else {}
+    why = "--quantization-text rounds weights for the CPU" if on_gpu else "it is for the CPU, not for cuda: take fp8 or"
+    with pytest.raises(ModelError, match=f"--quantization {kind}: {why}"):
+        candidates(ExecutorConfig(model=str(model), quantization=kind, **on_gpu), torch.device("cuda"), torch.float32)
     for options, why in (
         ({"dtype": "bfloat16"}, "in float32, not in bfloat16"),
-        ({"kernels": "triton"}, "not with --kernels triton"),
         ({"deterministic": True}, "not with --deterministic"),
+        *([] if on_gpu else [({"kernels": "triton"}, "not with --kernels triton")]),
     ):
         assert f"--quantization {kind}: {why}" in refused(model, quantization=kind, **options).replace(
             "the rest of the model computes ", ""

@@ -306,7 +306,7 @@ def group_of(**changes: Any) -> dict[str, Any]:
     ("config", "why"),
     [
         *(({"quant_method": name}, f"(quant_method '{name}')") for name in ("awq", "gptq", "bitsandbytes", "mxfp4")),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "(quant_method 'modelopt') by FP8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "(quant_method 'modelopt') by NVFP4_AWQ"),
         (COMPRESSED | {"config_groups": group_of(format="nvfp4-pack-quantized")["config_groups"]}, "nvfp4-pack-quant"),
         (group_of(weights={"num_bits": 4, "type": "int"}), "to int4 weights"),
         (group_of(weights={"symmetric": False}), "asymmetrically (with zero points)"),
@@ -338,8 +338,12 @@ def test_other_forms_are_refused_by_name_before_the_weights_are_read(
     assert "which cannot be served; take a checkpoint in FP8 or int8" in found
 
 
-def test_modelopt_is_refused_by_name_and_gguf_beside_a_configuration(tmp_path: Path) -> None:
-    build_model("llama", tmp_path, num_hidden_layers=1)
+def test_modelopt_is_read_in_fp8_and_refused_by_name_and_gguf_beside_a_configuration(tmp_path: Path) -> None:
+    oracle = build_quantised(FORMS["fp8 of autofp8"], tmp_path, num_hidden_layers=1)
+    edit_config(tmp_path, quantization_config=None)
+    settings = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": settings}))
+    check_layers(load(tmp_path), oracle)
     (tmp_path / "hf_quant_config.json").write_text("{}")
     assert "(quant_method 'modelopt') by None, which cannot be served; take" in refused(tmp_path)
     (tmp_path / "hf_quant_config.json").unlink()

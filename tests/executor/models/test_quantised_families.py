@@ -83,6 +83,42 @@ def test_hybrid_models_and_shared_experts_compute_what_the_files_say(family: str
         check_served(tmp_path, oracle, dtype="float32", kernels="torch")
 
 
+def without_inputs(oracle: Any) -> list[Any]:
+    """Let the weights that expand latents have inputs that are not rounded; return their attention modules."""
+    found = [module for module in oracle.modules() if hasattr(module, "kv_b_proj")]
+    for attention in found:
+        attention.kv_b_proj.form = attention.kv_b_proj.form._replace(inputs="none")
+    return found
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_latents_are_those_of_the_dequantised_weight(family: str, tmp_path: Path) -> None:
+    oracle = build_quantised(FORMS["fp8 of deepseek"], tmp_path, family, num_hidden_layers=2)
+    attention = without_inputs(oracle)
+    if family == "deepseek_v3":
+        edit_config(tmp_path, model_type="kimi_k2")
+    check_served(tmp_path, oracle, dtype="float32", kernels="torch")
+    for module in attention:
+        del module.kv_b_proj
+    loaded = load(tmp_path, kernels="torch")
+    count = sum(isinstance(module, QuantisedLinear) for module in loaded.model.modules())
+    assert check_linears(loaded, oracle) == count > 3 * 8
+    if family != "deepseek_v2":
+        router = load(tmp_path, kernels="torch", dtype="bfloat16").model.model.layers[1].mlp.gate
+        assert (router.weight.dtype, router.e_score_correction_bias.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe_lite"])
+def test_each_rank_computes_its_part_of_latents(family: str, tmp_path: Path) -> None:
+    oracle = build_quantised(FORMS["fp8 of deepseek"], tmp_path, family, num_hidden_layers=2)
+    weight = oracle.model.layers[1].self_attn.kv_b_proj.exact.float().view(4, -1, 24)
+    for rank in (0, 1):
+        loaded = load(tmp_path, Ranks(rank, 2), kernels="torch", tensor_parallel=2)
+        absorbed = loaded.model.model.layers[1].self_attn.absorbed  # type: ignore[union-attr, index]
+        own = torch.cat([absorbed.to_latents, absorbed.from_latents.transpose(1, 2)], dim=1)
+        torch.testing.assert_close(own, weight[2 * rank : 2 * rank + 2])
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "fp8 of deepseek"), ("gemma3_text", "fp8 per channel")])
 def test_the_triton_kernels_compute_them(family: str, form: str, tmp_path: Path) -> None:
@@ -185,6 +221,6 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     build_quantised(form, tmp_path / "gemma", "gemma2", num_hidden_layers=1)
     assert "--tensor-parallel 2: quantised checkpoints of gemma2" in refused(tmp_path / "gemma", Ranks(0, 2))
     build_quantised(form, tmp_path / "opt", "opt", num_hidden_layers=1)
-    assert "and of gemma2, gemma3, gemma3_text, glm4_moe, mixtral, phi3, qwen2_moe, qwen3_5, qwen3_5_text, " in (
+    assert "and of deepseek_v2, deepseek_v3, gemma2, gemma3, gemma3_text, glm4_moe, glm4_moe_lite, mixtral, phi3, " in (
         refused(tmp_path / "opt")
     )

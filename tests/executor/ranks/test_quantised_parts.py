@@ -109,10 +109,12 @@ def tokens(runner: Runner) -> list[list[int]]:
     return [one.sequences[0].output_token_ids.tolist() for one in requests]
 
 
-@pytest.mark.parametrize("form", ["fp8 per tensor", "int8 weights"])
-def test_tokens_of_ranks_equal_those_of_one(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "family"), [("fp8 per tensor", "llama"), ("int8 weights", "llama"), ("int8 weights", "deepseek_v3")]
+)
+def test_tokens_of_ranks_equal_those_of_one(form: str, family: str, tmp_path: Path) -> None:
     """Where inputs are not rounded by scales of their own, ranks and one rank compute the same."""
-    build_quantised(FORMS[form], tmp_path, "llama", num_hidden_layers=1)
+    build_quantised(FORMS[form], tmp_path, family, num_hidden_layers=1 + (family == "deepseek_v3"))
     expected = tokens(ModelRunner(config_of(tmp_path, 1)))
     group = ThreadGroup(tmp_path, SIZE)
     assert group.info.fallback, "PyTorch computes these on the CPU"

@@ -22,7 +22,7 @@ from pagewise_executor.models.mxfp4_experts import Mxfp4Experts
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, Scheme
 from pagewise_executor.models.quantised_linear import QuantisedLinear
 from pagewise_executor.models.quantised_weight import FP8, QuantisedWeight
-from pagewise_executor.models.shards import Shards, UnknownShardError, vocabulary_names
+from pagewise_executor.models.shards import Shards, Style, UnknownShardError, vocabulary_names
 from pagewise_executor.models.weight_files import FileTensor, Headers, open_weights
 from pagewise_executor.models.weight_report import FLOATS, Differences, Mismatch, check_differences, check_values
 
@@ -74,6 +74,9 @@ class Checkpoint:
         if quantised is not None:
             place_stored(model, quantised, tensors)
         self._wanted = {own: StoredTensor(None, list(weight.shape)) for own, weight in model.state_dict().items()}
+        # Buffers of checkpoints correct the choice of experts, which is computed in float32.
+        self._wanted |= {own: StoredTensor(torch.float32, self._wanted[own].shape, FLOATS)
+                         for own, _ in model.named_buffers() if own in self._wanted}  # fmt: skip
         self._wanted |= stored_tensors(model)
         self._takes_embedding = tied and not any(own.startswith("lm_head.") for own in tensors)
         if self._takes_embedding:
@@ -120,6 +123,15 @@ class Checkpoint:
         """Return the model for its only rank, and None: it is not divided."""
         assert ranks.alone
         return self.model, None
+
+    def _divide(self, part: nn.Module, ranks: Ranks, plan: Mapping[str, Style]) -> None:
+        """Let ``model`` be a rank's ``part`` of it, without weights, which is divided by a ``plan``."""
+        whole, self.model = self.model, part
+        place_whole(part, whole)
+        # Each rank reads its rows of the embedding as floats.
+        self._wanted |= {own: StoredTensor(None, one.shape) for own, one in self._wanted.items()
+                         if one.in_blocks and own == f"{vocabulary_names(whole).embedding}.weight"}  # fmt: skip
+        self._shards = Shards(ranks, plan, vocabulary_names(part))
 
     def read(self, part: str, dtype: torch.dtype) -> None:
         """Read the weights of the module of ``model`` that is called ``part``, as ``dtype``, before it is replaced.

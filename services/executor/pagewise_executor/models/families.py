@@ -1,6 +1,5 @@
 """The families of Llama's structure, and the choice of checkpoints that are read without transformers."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +10,7 @@ from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.collectives import Ranks
+from pagewise_executor.models.aliases import model_type
 from pagewise_executor.models.llama import LlamaCheckpoint
 from pagewise_executor.models.llama_config import Llama, LlamaConfig, Mistral, NotReadableError, Qwen2, Qwen3
 from pagewise_executor.models.mtp import MtpNames
@@ -103,7 +103,7 @@ def llama_checkpoint(
     except NotReadableError as error:
         if quantised is None:
             log.info("transformers loads %s, which takes seconds more: %s", config.model, error)
-        elif not quantised.mxfp4 and _model_type(path) not in FAMILIES:
+        elif not quantised.mxfp4 and model_type(path) not in FAMILIES:
             raise _not_served(config, error) from error
         return None
 
@@ -117,14 +117,10 @@ def check_quantised(config: ExecutorConfig, path: Path) -> None:
     try:
         read_llama_config(path)
     except NotReadableError as error:
-        if (kind := _model_type(path)) not in FAMILIES:
+        if (kind := model_type(path)) not in FAMILIES:
             raise _not_served(config, error) from error
         if config.tensor_parallel > 1 and kind not in DIVIDED:
-            raise _not_divided(config.tensor_parallel, kind) from error
-
-
-def _model_type(path: Path) -> Any:
-    return json.loads((path / "config.json").read_text()).get("model_type")
+            raise _not_divided(config.tensor_parallel, str(kind)) from error
 
 
 def family_checkpoint(

@@ -1,4 +1,4 @@
-"""The experts of mixtures in four bits on the CPU, of a checkpoint or quantised while loading."""
+"""The experts of mixtures in four bits on the CPU, of a checkpoint or a GGUF file, or quantised while loading."""
 
 import logging
 from collections.abc import Sequence
@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from pagewise_executor.models import four_bit_weight
 from pagewise_executor.models.cpu_mixtures import find_experts
 from pagewise_executor.models.four_bit_linear import CpuFourBitExperts, FourBitLinear
 from pagewise_executor.models.four_bit_weight import FourBitWeight, Rounding, round_alone
+from pagewise_executor.models.gguf_weight import GgufWeight
+from pagewise_executor.models.packed_linear import GroupedLinear, Int4Linear
 from pagewise_executor.models.quantised_families import Experts
+from pagewise_executor.models.quantised_linear import join_linears
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.int4_experts import Int4Parts
+    from pagewise_kernels.cpu.int4_experts import Int4Experts, Int4Parts
+    from pagewise_kernels.cpu.linear_experts import LinearExperts
 
 log = logging.getLogger(__name__)
 
@@ -45,37 +48,40 @@ def quantise_experts(model: nn.Module, within: str, rounding: Rounding = round_a
 
 
 def pack_four_bit_experts(model: nn.Module, within: str) -> None:
-    """Replace experts within a part of a model, whose linear layers are in four bits, by experts of one operation.
+    """Replace experts within a part of a model, whose linear layers are in four bits or of a GGUF file, by experts of
+    one module.
 
-    Experts whose activation is not SiLU, or whose gate and up have their inputs in different groups, are left as linear
-    layers, which are computed one after the other.
+    Experts whose activation is not SiLU, or whose gate and up cannot be joined, because their inputs are in different
+    groups or they are in different formats, are left as linear layers, which are computed one after the other.
     """
-    from pagewise_kernels.cpu.int4_experts import Int4Experts
-
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         if isinstance(module, Experts) and len(module) and module.has_silu:
-            made = [_of_expert(linears) for linears in module.linears()]
-            found = [one for one in made if one is not None]
-            if found and len(found) == len(made):
-                packed = Int4Experts([gate_up for gate_up, _ in found], [down for _, down in found])
+            linears = module.linears()
+            if (packed := _packed(linears)) is not None:
                 model.set_submodule(name, CpuFourBitExperts(packed))
-            elif found:
+            elif any(isinstance(linear, FourBitLinear) for expert in linears for linear in expert):
                 log.warning("the experts %s are computed one after the other: not all can be joined", name)
 
 
-def _of_expert(linears: Sequence[nn.Module]) -> "tuple[Int4Parts, Int4Parts] | None":
-    """Return gate and up, and down, of an expert; None: they are not all in four bits, or cannot be joined."""
-    four = [one for one in linears if isinstance(one, FourBitLinear)]
-    weights = [one.quantised for one in four if isinstance(one.quantised, FourBitWeight)]
-    if len(weights) < len(linears):
+def _packed(linears: Sequence[Sequence[nn.Module]]) -> "Int4Experts | LinearExperts | None":
+    """Return the experts with these linear layers, gate, up and down of each; None: not all are in four bits or of a
+    GGUF file, or gate and up cannot be joined."""
+    from pagewise_kernels.cpu.int4_experts import Int4Experts
+    from pagewise_kernels.cpu.linear_experts import LinearExperts
+
+    pairs = [(join_linears(expert[:2]), expert[2]) for expert in linears]
+    halves = [[one for one in half if isinstance(one, FourBitLinear)] for half in zip(*pairs, strict=True)]
+    if min(map(len, halves)) < len(pairs):
         return None
-    gate_up = four_bit_weight.join_outputs(weights[:2])
-    if gate_up is None:
-        return None
-    biases = [torch.zeros(len(one.weight)) if one.bias is None else one.bias for one in four]
-    if all(one.bias is None for one in four):
-        return _parts(gate_up, None), _parts(weights[2], None)
-    return _parts(gate_up, torch.cat(biases[:2])), _parts(weights[2], biases[2])
+    weights = [[(one.quantised, one.bias) for one in half] for half in halves]
+    parts = [[_parts(weight, bias) for weight, bias in half if isinstance(weight, FourBitWeight)] for half in weights]
+    if min(map(len, parts)) == len(pairs):
+        return Int4Experts(parts[0], parts[1])
+    return LinearExperts(*(
+        [GroupedLinear(weight, bias).packed if isinstance(weight, GgufWeight) else Int4Linear(weight, bias).packed
+         for weight, bias in half]
+        for half in weights
+    ))  # fmt: skip
 
 
 def _parts(weight: FourBitWeight, bias: torch.Tensor | None) -> "Int4Parts":

@@ -13,6 +13,7 @@ from pagewise_executor.models.gguf_weight import GgufWeight
 
 if TYPE_CHECKING:
     from pagewise_kernels.cpu.int4_experts import Int4Experts
+    from pagewise_kernels.cpu.linear_experts import LinearExperts
 
 
 class FourBitLinear(nn.Module):
@@ -55,12 +56,13 @@ class TritonInt4Linear(nn.Module):
 
 
 class CpuFourBitExperts(nn.Module):
-    """The experts of a mixture in four bits by the CPU operations, whose inputs are rounded to eight bits by group.
+    """The experts of a mixture in four bits, or of a GGUF file, by the CPU operations, which round inputs to eight bits
+    by group.
 
     ``weight``: a tensor of as many numbers as the experts have, without data. ``rounding``: as of ``Int8Linear``.
     """
 
-    def __init__(self, packed: "Int4Experts", rounding: tuple[float, float] = (0.0, 0.0)) -> None:
+    def __init__(self, packed: "Int4Experts | LinearExperts", rounding: tuple[float, float] = (0.0, 0.0)) -> None:
         super().__init__()
         self.packed, self.rounding = packed, rounding
         self.weight = torch.empty(packed.num_weights, device="meta")

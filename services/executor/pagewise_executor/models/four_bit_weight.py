@@ -84,21 +84,22 @@ def round_alone(module: nn.Module, weight: torch.Tensor, *of_expert: int) -> tup
     return quantise(weight)
 
 
-def empty_weight(outs: int, ins: int) -> FourBitWeight:
+def empty_weight(outs: int, ins: int, device: torch.device | None = None) -> FourBitWeight:
     """Return a weight with zeros, of any contents."""
     groups = -(-ins // GROUP)
-    codes, zeros = (torch.empty(outs, size, dtype=torch.uint8) for size in (ins, groups))
-    return FourBitWeight(codes, torch.empty(outs, groups), zeros, torch.arange(ins) // GROUP)
+    codes, zeros = (torch.empty(outs, size, dtype=torch.uint8, device=device) for size in (ins, groups))
+    scales, group_of = torch.empty(outs, groups, device=device), torch.arange(ins, device=device) // GROUP
+    return FourBitWeight(codes, scales, zeros, group_of)
 
 
 def quantise(weight: torch.Tensor) -> tuple[FourBitWeight, float]:
-    """Quantise weights float32 [outs, ins]; also return the sum of the squares of their rounding errors.
+    """Quantise weights in floats [outs, ins]; also return the sum of the squares of their rounding errors.
 
     A group's zero and scale let codes reach from its least weight to its largest one, and to zero. They may reach a
     little less far, where that makes the squared error smaller.
     """
     outs, ins = weight.shape
-    made = empty_weight(outs, ins)
+    made = empty_weight(outs, ins, weight.device)
     assert made.zeros is not None
     error, rows = 0.0, max(1, _AT_ONCE // max(1, ins))
     for start in range(0, outs, rows):

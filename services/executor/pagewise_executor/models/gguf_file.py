@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from pagewise_shared.errors import ModelError
@@ -27,6 +28,10 @@ _OF_LAYER = {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
@@ -36,7 +41,19 @@ _OF_GEMMA = _OF_LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OF_GLM = _OF_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b": "mlp.gate.e_score_correction",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    **{f"nextn.{name}": name for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+_OTHERS = {"gemma2": _OF_GEMMA, "gemma3": _OF_GEMMA, "glm4moe": _OF_GLM}
+"""By architecture."""
+_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 _UNREAD = {"rope_freqs.weight"}
 """The configuration has these values."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,10 +61,11 @@ _PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
 def model_name(name: str, architecture: str) -> str | None:
-    """Return the name in the model of a tensor of the file; None: it has none."""
+    """Return the name in the model of a tensor of the file, of experts without their number; None: it has none."""
     if (match := _LAYER.fullmatch(name)) is not None:
-        module = (_OF_GEMMA if architecture.startswith("gemma") else _OF_LAYER).get(match[2])
-        return None if module is None else f"model.layers.{match[1]}.{module}.{match[3]}"
+        if (module := _OTHERS.get(architecture, _OF_LAYER).get(match[2])) is None:
+            return None
+        return f"model.layers.{match[1]}.{module}.{match[3]}".replace("correction.bias", "correction_bias")
     module, _, kind = name.rpartition(".")
     return f"{_NAMES[module]}.{kind}" if module in _NAMES else None
 
@@ -72,8 +90,20 @@ def tensors_of(file: Path) -> dict[str, GgufTensor]:
             )
         if tensor.start + tensor.size > file.stat().st_size:
             raise ModelError(f"{file} is truncated: it ends within its tensor {name}; download it again")
-        found[own] = tensor
+        found |= _of_each_expert(own, tensor) if len(tensor.shape) > 2 else {own: tensor}
     return found
+
+
+def _of_each_expert(own: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+    """Return the parts of a tensor of all experts, by their names in the model."""
+    count, *shape = tensor.shape
+    size = tensor.size // count
+    return {
+        own.replace(".experts.", f".experts.{expert}."): msgspec.structs.replace(
+            tensor, shape=shape, start=tensor.start + expert * size, size=size
+        )
+        for expert in range(count)
+    }
 
 
 class OpenedGguf:

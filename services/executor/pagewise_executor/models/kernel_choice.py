@@ -134,8 +134,10 @@ def _error_of_quantisation(config: ExecutorConfig, device: torch.device, dtype: 
         return "the weights of this checkpoint are quantised already; leave the option out"
     if config.quantization == "fp8":
         return "not with --deterministic" if config.deterministic else ""
+    if config.quantization == "int4":
+        return _error_of_four_bits(config, device, dtype)
     if device.type != "cpu":
-        return f"it is for the CPU, not for {device}: take fp8"
+        return f"it is for the CPU, not for {device}: take fp8 or int4"
     return _error_of_cpu_weights(config, device, dtype)
 
 
@@ -151,9 +153,13 @@ def _error_of_cpu_weights(config: ExecutorConfig, device: torch.device, dtype: t
 
 
 def _error_of_four_bits(config: ExecutorConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return why no kernels compute a checkpoint in four bits."""
+    """Return why no kernels compute linear layers in four bits."""
     if device.type == "cpu" and config.kernels != "triton":
         return _error_of_cpu_weights(config, device, dtype)
+    if config.deterministic:
+        return "not with --deterministic"
+    if config.quantization_text is not None:
+        return "--quantization-text rounds weights for the CPU operations alone"
     return "" if config.kernels in ("auto", "triton") else f"on {device} not with --kernels {config.kernels}"
 
 

@@ -83,13 +83,17 @@ def latent_plan(model: nn.Module) -> dict[str, str]:
 def absorb_latents(model: nn.Module) -> None:
     """Let the attention modules of a model that compute latents attend to them.
 
-    ``Absorbed`` replaces their ``kv_b_proj``, as ``absorbed``, where ``paged_attention`` finds it.
+    ``Absorbed`` replaces their ``kv_b_proj``, as ``absorbed``, where ``paged_attention`` finds it. It multiplies
+    queries and results instead of latents, which no quantised product does, so a quantised weight is dequantised.
     """
     for module in list(model.modules()):
         if keeps_latents(module):
             attention: Any = module
+            weight, quantised = attention.kv_b_proj.weight, getattr(attention.kv_b_proj, "quantised", None)
+            if quantised is not None:
+                weight = quantised.dequantised().to(next(attention.parameters()).dtype)
             attention.absorbed = Absorbed(
-                attention.kv_b_proj.weight,
+                weight,
                 plain=attention.qk_nope_head_dim,
                 rotated=attention.qk_rope_head_dim,
                 value=attention.v_head_dim,

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.models.checkpoint import Checkpoint, StoredTensor, place_whole
+from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.fused import CausalLMOutput, FusedDecoderLayer, plain_logits
 from pagewise_executor.models.llama_config import LlamaConfig
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint
-from pagewise_executor.models.shards import LLAMA_PLAN, Shards, vocabulary_names
+from pagewise_executor.models.shards import LLAMA_PLAN, Shards
 from pagewise_executor.models.weight_files import Headers
 
 
@@ -143,12 +143,7 @@ class LlamaCheckpoint(Checkpoint):
     def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
         """Return this rank's part of the model, with the sizes of ``config``, and how the model is divided."""
         if not ranks.alone:
-            whole, self.model = self.model, _empty(self.config, self.device)
-            place_whole(self.model, whole)
-            # Each rank reads its rows of the embedding as floats.
-            self._wanted |= {own: StoredTensor(None, one.shape) for own, one in self._wanted.items()
-                             if one.in_blocks and own == f"{vocabulary_names(whole).embedding}.weight"}  # fmt: skip
-            self._shards = Shards(ranks, LLAMA_PLAN, vocabulary_names(self.model))
+            self._divide(_empty(self.config, self.device), ranks, LLAMA_PLAN)
         return self.model, self._shards
 
 

@@ -124,7 +124,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     device = choose_device(config)
     checkpoint = llama_checkpoint(config, path, headers, device, quantised)
     model_config: Any = checkpoint.config if checkpoint is not None else transformers_config(config, path)
-    text, mtp = _checked_text(config, model_config, headers, checkpoint is None and not _in_blocks(quantised))
+    text, mtp = _checked_text(config, model_config, headers, checkpoint is None)
     dtype, vocab_size, max_model_len = choose_dtype(config, text), int(text.vocab_size), _max_model_len(config, text)
     skeleton, recurrent = _tried(config, model_config, dtype) if checkpoint is None else Tried(checkpoint.model, [])
     whole = copy.deepcopy(model_config)
@@ -157,13 +157,13 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     with _errors_of_loading(config, device):
         calibration = Calibration(sample, dict(zip(attention, layers, strict=True))) if sample is not None else None
         fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks, calibration)
+        if compilation is not None:
+            compilation.wait()
+        if device.type == "cuda":
+            choose_few_rows(model)
+        rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
         connect(model, shards, vocab_size)
         connect_recurrent(model, shards, recurrent)
-    if compilation is not None:
-        compilation.wait()
-    if device.type == "cuda":
-        choose_few_rows(model)
-    rotations, no_segments = found or _key_rotations(config.model, model, attention, device, None)
     return LoadedModel(
         model=model,
         fingerprint=fingerprint(path, files) + _variant(config, model, rope.length, calibration),
@@ -209,11 +209,6 @@ def _kept(quantised: QuantisedCheckpoint | None, ranks: Ranks) -> QuantisedCheck
     return None if quantised is not None and quantised.mxfp4 and not ranks.alone else quantised
 
 
-def _in_blocks(quantised: QuantisedCheckpoint | None) -> bool:
-    """Return whether the files are of GGUF."""
-    return quantised is not None and quantised.in_blocks
-
-
 def _in_bits(quantised: QuantisedCheckpoint | None) -> bool:
     """Return whether weights are stored in fewer bits than floats have."""
     return quantised is not None and not quantised.in_floats
@@ -226,7 +221,10 @@ def _key_rotations(
     device: torch.device,
     checkpoint: LlamaCheckpoint | None,
 ) -> tuple[list[KeyRotation], str]:
-    """Return the rotation of each layer's keys; or none, and the reason why segments cannot be moved."""
+    """Return the rotation of each layer's keys; or none, and the reason why segments cannot be moved.
+
+    A part of a model that is not connected with other ranks has keys of its own, and need not wait for them.
+    """
     if checkpoint is not None:
         return [KeyRotation(checkpoint.model.model.rotary_emb.inv_freq)] * len(attention), ""
     try:

@@ -27,7 +27,7 @@ from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.mxfp4_experts import make_mxfp4_fast
 from pagewise_executor.models.operations import CpuOperations, Operations, TritonOperations
 from pagewise_executor.models.packed_linear import is_layer, pack_linears, quantisation_of
-from pagewise_executor.models.quantised_linear import make_fast, quantise_linears, report
+from pagewise_executor.models.quantised_linear import make_fast, quantise_in_four_bits, quantise_linears, report
 from pagewise_executor.models.quantised_weight import FP8
 
 log = logging.getLogger(__name__)
@@ -121,8 +121,11 @@ def replace_linears(
     Raises:
         ValueError: a linear layer cannot be quantised, or the kernels cannot compute experts in MXFP4.
     """
-    if kernels != "triton" and device.type == "cpu":
+    quantization, on_cpu = quantisation_of(part, config.quantization), kernels != "triton" and device.type == "cpu"
+    if on_cpu:
         pack_four_bit_experts(model, part)
+    elif quantization == "int4":
+        quantise_in_four_bits(model, part)
     make_fast(model, kernels, device, part)
     make_mxfp4_fast(model, kernels, part)
     if kernels == "triton":
@@ -130,13 +133,13 @@ def replace_linears(
             make_skinny(model, part)
             make_grouped(model, part)
         return 0
-    if device.type != "cpu":
+    if not on_cpu:
         return 0
-    if quantisation_of(part, config.quantization) == "int4":
+    if quantization == "int4":
         quantise_experts(model, part, rounding)
     if kernels == "cpu":
         pack_mixtures(model, part, alone)
-    packed = pack_linears(model, kernels, quantisation_of(part, config.quantization), part, rounding)
+    packed = pack_linears(model, kernels, quantization, part, rounding)
     return_freed_memory()  # the next part may not fit into the holes that this one has left
     return packed
 

@@ -1,8 +1,8 @@
 """Reads from config.json how the weights of a checkpoint are quantised, and refuses unsupported schemes by name.
 
 These forms are read: compressed-tensors, as llm-compressor writes it; ``quant_method: fp8``, which DeepSeek and Qwen
-(scales per block) and AutoFP8 (scales per tensor) write; and in four bits GPTQ, AWQ and NVFP4 of ModelOpt
-(``four_bit_settings``). The experts of gpt-oss are in MXFP4.
+(scales per block) and AutoFP8 (scales per tensor) write; FP8 of ModelOpt; and in four bits GPTQ, AWQ and ModelOpt's
+NVFP4 (``four_bit_settings``). The experts of gpt-oss are in MXFP4.
 docs/quantization.md lists all of them.
 """
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 INSTEAD = (
     "take a checkpoint in FP8 or int8 of compressed-tensors, in FP8 of quant_method 'fp8', in four bits of GPTQ, AWQ "
-    "or compressed-tensors, or the one in bfloat16, whose linear layers --quantization fp8 (on the CPU: int8 or int4) "
+    "or compressed-tensors, or the one in bfloat16, whose linear layers --quantization int4 or fp8 (on the CPU: int8) "
     "quantises while they are loaded"
 )
 """The advice in refusals."""
@@ -221,7 +221,8 @@ def read_quantisation(name: str, path: Path, kv_dtype: str) -> QuantisedCheckpoi
             case "modelopt":
                 if found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"):
                     _warn_of_kv_scales(name, kv_dtype)
-                return _of_files(name, modelopt_scheme(found))
+                in_fp8 = found.get("quant_algo") == "FP8"
+                return _of_files(name, _PER_TENSOR if in_fp8 else modelopt_scheme(found))
             case "mxfp4" if settings.model_type == "gpt_oss":
                 log.info("%s has experts in MXFP4: one rank keeps them in four bits, several convert them", name)
                 return QuantisedCheckpoint(name, [], [], strict=False, mxfp4=True)
@@ -251,7 +252,11 @@ def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
     return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
 
 
-def _of_files(name: str, scheme: FourBitScheme) -> QuantisedCheckpoint:
+_PER_TENSOR = Scheme(FP8, (0, 0), Inputs(static=True))
+"""FP8 of ModelOpt."""
+
+
+def _of_files(name: str, scheme: Scheme | FourBitScheme) -> QuantisedCheckpoint:
     """Return a checkpoint whose files tell which linear layers have this scheme."""
     return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
 

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from pagewise_executor.collectives import Ranks
-from pagewise_executor.models.checkpoint import Checkpoint, place_whole
+from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.grouped_experts import sum_one_by_one
+from pagewise_executor.models.latents import absorb_latents
 from pagewise_executor.models.long_rope import fix_rope
 from pagewise_executor.models.mtp import MtpNames
 from pagewise_executor.models.mxfp4_experts import place_mxfp4
@@ -52,10 +53,11 @@ def _text_of_gemma3(name: str) -> str | None:
 
 
 FAMILIES: dict[str, Callable[[str], str | None]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), str),
     "gemma2": str,
     "gemma3": _text_of_gemma3,
     "gemma3_text": _text_of_gemma3,
-    "glm4_moe": str,
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), str),
     "mixtral": _name_of_mixtral,
     "phi3": str,
     "qwen2_moe": str,
@@ -64,7 +66,7 @@ FAMILIES: dict[str, Callable[[str], str | None]] = {
     "qwen3_next": str,
 }
 """The argument ``named`` of ``Checkpoint`` by the model_type of config.json."""
-DIVIDED = ("mixtral", "qwen3_moe")
+DIVIDED = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mixtral", "qwen3_moe")
 """Families whose quantised checkpoints several ranks divide."""
 
 
@@ -124,10 +126,13 @@ class FamilyCheckpoint(Checkpoint):
     def shard(self, ranks: Ranks) -> tuple[nn.Module, Shards | None]:
         """Return this rank's part of the model, and how the model is divided."""
         if self._empty_part is not None:
-            whole, self.model = self.model, self._empty_part()
-            place_whole(self.model, whole)
-            self._shards = Shards(ranks, self._plan, vocabulary_names(self.model))
+            self._divide(self._empty_part(), ranks, self._plan)
         return self.model, self._shards
+
+    def read(self, part: str, dtype: torch.dtype) -> None:
+        """Read the weights of a part; see ``Checkpoint``."""
+        super().read(part, dtype)
+        absorb_latents(self.model.get_submodule(part))
 
 
 def _place_experts(model: nn.Module) -> None:

@@ -220,6 +220,15 @@ def quantise_linears(model: nn.Module, dtype: torch.dtype, within: str) -> int:
     return count
 
 
+def quantise_in_four_bits(model: nn.Module, within: str) -> None:
+    """Replace the linear layers within a part of a model by layers in four bits, for ``make_fast``."""
+    for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
+        if is_quantised(module):
+            weight, bias = module.weight.detach(), module.bias
+            made, _ = four_bit_weight.quantise(weight.t() if is_conv1d(module) else weight)
+            model.set_submodule(name, FourBitLinear(made, bias))
+
+
 def make_fast(model: nn.Module, kernels: Kernels, device: torch.device, within: str) -> None:
     """Replace the quantised linear layers within a part of a model by the fastest form that these kernels have.
 
@@ -312,8 +321,11 @@ def report(model: nn.Module, asked: bool) -> bool:
     ways, kept = Counter(_WAYS[type(linear)] for linear in linears), _kept(model)
     sizes = Counter[str]()
     for linear in linears:
-        four = isinstance(linear, _FourBits) or (isinstance(linear, GroupedLinear) and linear.packed.bits == 4)
-        sizes["four bits" if four else "eight bits"] += linear.weight.numel()
+        size = linear.weight.numel()
+        four = size * (linear.packed.bits == 4 if isinstance(linear, GroupedLinear) else isinstance(linear, _FourBits))
+        if isinstance(linear, CpuFourBitExperts):
+            four = linear.packed.in_four_bits
+        sizes += Counter({"four bits": four, "eight bits": size - four})
     log.log(
         logging.WARNING if asked and sizes.total() < kept.total() else logging.INFO,
         "%s (%s)%s; %s weights stay in %s: %s%s",

@@ -13,7 +13,7 @@ from pagewise_executor.kv.kv_pool import free_memory
 from pagewise_executor.models.four_bit_checkpoint import FourBitScheme
 from pagewise_executor.models.four_bit_weight import GROUP
 from pagewise_executor.models.gguf_weight import FORMATS
-from pagewise_executor.models.packed_linear import Quantization, is_conv1d, is_quantised, quantisation_of
+from pagewise_executor.models.packed_linear import Quantization, is_conv1d, is_layer, is_quantised, quantisation_of
 from pagewise_executor.models.preparation import parts_of
 from pagewise_executor.models.weight_files import Headers
 
@@ -39,7 +39,8 @@ def check_weights(
     free = free_memory(device)
     if device.type == "cpu":
         free = (free + _swap()) // ranks
-    size = stored_bytes(headers, dtype) if stored else weight_bytes(model, dtype, config.quantization)
+    on_gpu = device.type != "cpu"
+    size = stored_bytes(headers, dtype) if stored else weight_bytes(model, dtype, config.quantization, on_gpu=on_gpu)
     if size // ranks <= free:
         return
     kind = f"in {str(dtype).removeprefix('torch.')}" if config.quantization == "none" else f"in {config.quantization}"
@@ -52,15 +53,22 @@ def check_weights(
     )
 
 
-def weight_bytes(model: nn.Module, dtype: torch.dtype, quantization: Quantization = "none") -> int:
+def weight_bytes(
+    model: nn.Module, dtype: torch.dtype, quantization: Quantization = "none", *, on_gpu: bool = False
+) -> int:
     """Return the bytes of the weights of a model without data, as they are kept.
 
     Floats are kept as ``dtype``, and bytes, such as those of experts in MXFP4, as they are. Weights that ``prepare``
     quantises take a byte each, and a scale in float32 for each output; in four bits half a byte each, and three for the
     scale and the zero of a group. A weight of several modules counts once; if it is quantised in one of them alone,
-    such as a head in int8 that is tied to the embedding, it is kept in both forms.
+    such as a head in int8 that is tied to the embedding, it is kept in both forms. ``on_gpu``: head and experts stay as
+    they are.
     """
-    return _bytes_of(model, dtype, lambda part: _KINDS[quantisation_of(part, quantization)], quantization == "int4")
+
+    def kind_of(part: str) -> _Kind | None:
+        return _KINDS["none" if on_gpu and not is_layer(part) else quantisation_of(part, quantization)]
+
+    return _bytes_of(model, dtype, kind_of, quantization == "int4" and not on_gpu)
 
 
 def checkpoint_bytes(model: nn.Module, dtype: torch.dtype, scheme: FourBitScheme | None) -> int:
@@ -133,10 +141,11 @@ def _what_fits(
     """Return the options with which the weights fit ``free`` bytes; else the memory that they need."""
     ways: list[tuple[str, int]] = []
     if not stored and config.quantization == "none":
-        kinds: tuple[Quantization, ...] = ("int8", "int4") if device.type == "cpu" else ("fp8",)
+        on_gpu = device.type != "cpu"
+        kinds: tuple[Quantization, ...] = ("fp8" if on_gpu else "int8", "int4")
         if dtype == torch.float32:
             ways.append(("--dtype bfloat16", weight_bytes(model, torch.bfloat16)))
-        ways += [(f"--quantization {kind}", weight_bytes(model, dtype, kind)) for kind in kinds]
+        ways += [(f"--quantization {kind}", weight_bytes(model, dtype, kind, on_gpu=on_gpu)) for kind in kinds]
     gpus = torch.cuda.device_count() * (device.type == "cuda")
     if config.tensor_parallel == 1:
         ways += [(f"--tensor-parallel {count}", size // count) for count in (2, 4, 8) if count <= gpus][-1:]
