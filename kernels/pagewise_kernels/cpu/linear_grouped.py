@@ -2,7 +2,7 @@
 
 import torch
 
-from pagewise_kernels.cpu.library import empty, load_library, threads
+from pagewise_kernels.cpu.library import WeightArguments, empty, load_library, threads
 from pagewise_kernels.cpu.operations import check_input, in_panels
 
 GROUPS = (16, 32)
@@ -64,6 +64,13 @@ class GroupedWeight:
         """The memory of codes, scales and steps."""
         parts = (self.packed, self.scales, self.steps, self.leasts, self.least_steps)
         return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def arguments(self) -> WeightArguments:
+        """This weight as an argument of ``pagewise_kernels.cpu.layer``."""
+        return WeightArguments(
+            3, self.ins, self.outs, tuple(self._pointers), (self._groups, self.group, self._span, self.bits, self._zero)
+        )
 
     def linear(self, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].

@@ -1,6 +1,5 @@
 """GGUF files: weights of each format, layers, tokens of whole models, parts of ranks, and sizes."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from pagewise_executor.models.weight_files import checked_headers, weight_files
 from pagewise_executor.models.weight_memory import stored_bytes
 from pagewise_executor.sizing import sizing
 from pagewise_kernels.cpu.linear_grouped import GroupedWeight
-from pagewise_kernels.cpu.linear_int4 import Int4Weight
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.gguf_model import make_folder
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
+from tests.executor.exact_inputs import keep_inputs_exact
 from tests.gguf_models import GEMMA, build_gguf, quantise
 from tests.quantised_checkpoints import PROMPTS, check_served
 
@@ -135,8 +134,7 @@ def test_greedy_tokens_are_those_of_transformers(
     build_gguf(file, family, kind, **settings)
     theirs = loaded_by_transformers(file)
     check_served(file, theirs, within=0.15)
-    for weight in (GroupedWeight, Int4Weight):
-        monkeypatch.setattr(weight, "linear", functools.partialmethod(weight.linear, exact=True))
+    keep_inputs_exact(monkeypatch)
     runner = ModelRunner(ExecutorConfig(model=str(file), device="cpu", num_blocks=64, profile=False))
     asked = [request(prompt, 12, f"r{n}") for n, prompt in enumerate(PROMPTS)]
     run_requests(runner, asked, max_num_batched_tokens=24)
