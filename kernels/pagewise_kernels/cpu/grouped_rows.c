@@ -90,13 +90,13 @@ INLINE void add_products(int source, int mr, long depth, const uint32_t *codes, 
   memset(held, 0, sizeof(held));
 #endif
   for (long k = 0; k < depth; k += SLOTS, codes += words_of(source, SLOTS) * PANEL)
-    UNROLLED for (int n = 0; n < NR; n++) {
-      words low, high;
-      read_codes(source, codes + n * VEC, &low, &high);
-      UNROLLED for (int m = 0; m < mr; m++) {
-        held[m][n] = add_codes(held[m][n], low, bytes + m * stride + k);
-        held[m][n] = add_codes(held[m][n], high, bytes + m * stride + k + SLOTS / 2);
-      }
+    {
+      words read[2][NR];
+      UNROLLED for (int n = 0; n < NR; n++) read_codes(source, codes + n * VEC, &read[0][n], &read[1][n]);
+      UNROLLED for (int half = 0; half < 2; half++)
+        UNROLLED for (int m = 0; m < mr; m++)
+          UNROLLED for (int n = 0; n < NR; n++)
+            held[m][n] = add_codes(held[m][n], read[half][n], bytes + m * stride + k + half * SLOTS / 2);
     }
 #if !defined(__AVX512VNNI__)
   UNROLLED for (int m = 0; m < mr; m++)
@@ -147,9 +147,9 @@ INLINE long depth_of(int kind, long group) {
 #endif
 }
 
-// totals [mr][NR] += a group of mr rows times a panel, whose codes are those of the weight or a tile.
+// totals [mr][PANEL] += a group of mr rows times a panel, whose codes are those of the weight or a tile.
 INLINE void add_group(const struct grouped_weight *w, const struct grouped_rows *x, int kind, int tiled, int mr, long row,
-                      long panel, long g, const uint32_t *codes, floats totals[][NR]) {
+                      long panel, long g, const uint32_t *codes, float *totals) {
   long at = (panel * w->groups + g) * PANEL, of_span = span_of(w, kind, panel, g), of_rows = g * x->rows + row;
   const int8_t *bytes = x->bytes + of_rows * w->group;
   ints sums[TILE_BLOCK][NR];
@@ -171,14 +171,16 @@ INLINE void add_group(const struct grouped_weight *w, const struct grouped_rows 
       add_products(source, mr, depth, codes + words_of(source, k) * PANEL, bytes + k, w->group, sums);
   }
   UNROLLED for (int n = 0; n < NR; n++) {
-    floats scales = scales_of(kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC);
+    floats scales = scales_of(kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC), leasts;
+    int has_leasts = kind >= STEPS4 && w->leasts;
+    if (has_leasts) leasts = scales_of(kind, w->leasts, w->least_steps, of_span + n * VEC, at + n * VEC);
     UNROLLED for (int m = 0; m < mr; m++) {
-      floats scale = scales * x->scales[of_rows + m];
-      totals[m][n] += __builtin_convertvector(sums[m][n], floats) * scale;
+      float input_scale = x->scales[of_rows + m];
+      floats scale = scales * input_scale, total = load(totals, m * PANEL + n * VEC, 0);
+      total += __builtin_convertvector(sums[m][n], floats) * scale;
+      if (has_leasts) total += leasts * (input_scale * x->sums[of_rows + m]);
+      store(totals, m * PANEL + n * VEC, total, 0);
     }
-    if (kind < STEPS4 || !w->leasts) continue;
-    floats leasts = scales_of(kind, w->leasts, w->least_steps, of_span + n * VEC, at + n * VEC);
-    UNROLLED for (int m = 0; m < mr; m++) totals[m][n] += leasts * (x->scales[of_rows + m] * x->sums[of_rows + m]);
   }
 }
 
@@ -190,21 +192,11 @@ INLINE const uint32_t *codes_of(const struct grouped_weight *w, int kind, long p
 INLINE void multiply_rows(const struct grouped_weight *w, const struct grouped_rows *x, int kind, int mr, long row,
                           long panel, float *sums) {
   const uint32_t *codes = codes_of(w, kind, panel);
-  floats totals[BLOCK_ROWS][NR];
+  float totals[BLOCK_ROWS * PANEL];
   memset(totals, 0, sizeof(totals));
   for (long g = 0; g < w->groups; g++, codes += w->group / (kind == STEPS8 ? 4 : SLOTS) * PANEL)
     add_group(w, x, kind, 0, mr, row, panel, g, codes, totals);
-  memcpy(sums, totals, mr * sizeof(totals[0]));
-}
-
-INLINE void add_tile(const struct grouped_weight *w, const struct grouped_rows *x, int kind, int mr, long row, long panel,
-                     long g, const uint32_t *tile, float *sums) {
-  floats totals[TILE_BLOCK][NR];
-  UNROLLED for (int m = 0; m < mr; m++)
-    UNROLLED for (int n = 0; n < NR; n++) totals[m][n] = load(sums, m * PANEL + n * VEC, 0);
-  add_group(w, x, kind, 1, mr, row, panel, g, tile, totals);
-  UNROLLED for (int m = 0; m < mr; m++)
-    UNROLLED for (int n = 0; n < NR; n++) store(sums, m * PANEL + n * VEC, totals[m][n], 0);
+  memcpy(sums, totals, mr * PANEL * sizeof(float));
 }
 
 // tile [slots / 4][PANEL] = the codes of a group in eight bits.
@@ -233,9 +225,13 @@ INLINE void multiply_tiles(const struct grouped_weight *w, const struct grouped_
 #endif
     long r = 0;
     for (; r + TILE_BLOCK <= rows; r += TILE_BLOCK)
-      add_tile(w, x, kind, TILE_BLOCK, first + r, panel, g, tile, sums + r * PANEL);
-    for (; r + 2 <= rows; r += 2) add_tile(w, x, kind, 2, first + r, panel, g, tile, sums + r * PANEL);
-    if (r < rows) add_tile(w, x, kind, 1, first + r, panel, g, tile, sums + r * PANEL);
+      add_group(w, x, kind, 1, TILE_BLOCK, first + r, panel, g, tile, sums + r * PANEL);
+    if (TILE_BLOCK > 4 && r + 4 <= rows) {
+      add_group(w, x, kind, 1, 4, first + r, panel, g, tile, sums + r * PANEL);
+      r += 4;
+    }
+    for (; r + 2 <= rows; r += 2) add_group(w, x, kind, 1, 2, first + r, panel, g, tile, sums + r * PANEL);
+    if (r < rows) add_group(w, x, kind, 1, 1, first + r, panel, g, tile, sums + r * PANEL);
   }
 }
 
@@ -251,13 +247,16 @@ INLINE void multiply_kind(const struct grouped_weight *w, const struct grouped_r
   if (r < rows) multiply_rows(w, x, kind, 1, first + r, panel, sums + r * PANEL);
 }
 
-void multiply_panel(const struct grouped_weight *w, const struct grouped_rows *x, long first, long rows, long panel,
-                    float *sums) {
-  switch (w->kind) {
-    case INT4: multiply_kind(w, x, INT4, first, rows, panel, sums); break;
-    case E2M1: multiply_kind(w, x, E2M1, first, rows, panel, sums); break;
-    case STEPS4: multiply_kind(w, x, STEPS4, first, rows, panel, sums); break;
-    default: multiply_kind(w, x, STEPS8, first, rows, panel, sums);
+void multiply_panel(const struct grouped_weight *weight, const struct grouped_rows *rows_of, long first, long rows,
+                    long panel, float *sums) {
+  // Copies, which no sum that is stored can change, so that the compiler keeps them in registers.
+  const struct grouped_weight w = *weight;
+  const struct grouped_rows x = *rows_of;
+  switch (w.kind) {
+    case INT4: multiply_kind(&w, &x, INT4, first, rows, panel, sums); break;
+    case E2M1: multiply_kind(&w, &x, E2M1, first, rows, panel, sums); break;
+    case STEPS4: multiply_kind(&w, &x, STEPS4, first, rows, panel, sums); break;
+    default: multiply_kind(&w, &x, STEPS8, first, rows, panel, sums);
   }
 }
 
