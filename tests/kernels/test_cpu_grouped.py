@@ -25,7 +25,7 @@ class Form:
 
 FORMS = (
     Form(4, 0, 32, 8, True), Form(8, 0, 32, 8, True), Form(8, 32, 16, 16, False), Form(8, 128, 32, 0, False),
-    Form(4, 8, 16, 0, True),
+    Form(4, 0, 16, 0, True),
 )  # fmt: skip
 
 
@@ -140,6 +140,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((codes, 8, 0, scales, torch.ones(4, 3, dtype=torch.int8)), ValueError),
         ((codes, 8, 0, scales, None, scales[:, :1]), ValueError),
         ((codes, 8, 0, scales[:, :1]), ValueError),
+        ((codes, 8, 128, scales, None, scales), ValueError),
     ):
         with pytest.raises(error):
             GroupedWeight(*wrong)

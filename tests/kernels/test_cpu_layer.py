@@ -35,7 +35,7 @@ def int4(outs: int, ins: int) -> Int4Weight:
 
 def grouped(outs: int, ins: int) -> GroupedWeight:
     codes, scales = torch.randint(16, (outs, ins), dtype=torch.uint8), torch.rand(outs, ins // 32).half() / 50
-    return GroupedWeight(codes, 4, 8, scales, None, scales / 3)
+    return GroupedWeight(codes, 4, 0, scales, None, scales * 7)
 
 
 KINDS: list[Callable[[int, int], Any]] = [floats, int8, int4, grouped]
