@@ -89,15 +89,14 @@ INLINE void add_products(int source, int mr, long depth, const uint32_t *codes, 
   partial held[TILE_BLOCK][NR];
   memset(held, 0, sizeof(held));
 #endif
-  for (long k = 0; k < depth; k += SLOTS, codes += words_of(source, SLOTS) * PANEL)
-    {
-      words read[2][NR];
-      UNROLLED for (int n = 0; n < NR; n++) read_codes(source, codes + n * VEC, &read[0][n], &read[1][n]);
-      UNROLLED for (int half = 0; half < 2; half++)
-        UNROLLED for (int m = 0; m < mr; m++)
-          UNROLLED for (int n = 0; n < NR; n++)
-            held[m][n] = add_codes(held[m][n], read[half][n], bytes + m * stride + k + half * SLOTS / 2);
-    }
+  for (long k = 0; k < depth; k += SLOTS, codes += words_of(source, SLOTS) * PANEL) {
+    words read[2][NR];
+    UNROLLED for (int n = 0; n < NR; n++) read_codes(source, codes + n * VEC, &read[0][n], &read[1][n]);
+    UNROLLED for (int half = 0; half < 2; half++)
+      UNROLLED for (int m = 0; m < mr; m++)
+        UNROLLED for (int n = 0; n < NR; n++)
+          held[m][n] = add_codes(held[m][n], read[half][n], bytes + m * stride + k + half * SLOTS / 2);
+  }
 #if !defined(__AVX512VNNI__)
   UNROLLED for (int m = 0; m < mr; m++)
     UNROLLED for (int n = 0; n < NR; n++) sums[m][n] += sum_partial(held[m][n]);
@@ -133,8 +132,36 @@ INLINE floats scales_of(int kind, const uint16_t *scales, const int8_t *steps, l
   return found * __builtin_convertvector(bytes, floats);
 }
 
-INLINE long span_of(const struct grouped_weight *w, int kind, long panel, long g) {
-  return (kind < STEPS4 || w->span == 1 ? panel * w->groups + g : panel * (w->groups / w->span) + g / w->span) * PANEL;
+// A group of a panel: the index of its steps and zeros, that of its scales, how many groups of its span are left, its
+// codes, and what it has of the rows.
+struct place {
+  long of_group, of_span, left;
+  const uint32_t *codes;
+  const int8_t *bytes;
+  const float *scales;
+  const int32_t *sums;
+};
+
+// The slots of a group: a constant where it can be.
+INLINE long size_of(const struct grouped_weight *w, int kind) { return kind == E2M1 ? E2M1_GROUP : w->group; }
+
+INLINE long words_of_group(const struct grouped_weight *w, int kind) {
+  return size_of(w, kind) / (kind == STEPS8 ? 4 : SLOTS) * PANEL;
+}
+
+INLINE struct place first_place(const struct grouped_weight *w, const struct grouped_rows *x, int kind, long row, long panel) {
+  long spans = kind < STEPS4 ? w->groups : w->groups / w->span, size = size_of(w, kind);
+  return (struct place){panel * w->groups * PANEL, panel * spans * PANEL, w->span,
+                        w->codes + panel * w->groups * words_of_group(w, kind), x->bytes + row * size, x->scales + row,
+                        x->sums + row};
+}
+
+INLINE struct place next_place(const struct grouped_weight *w, const struct grouped_rows *x, int kind, struct place p) {
+  int next_span = kind < STEPS4 || !--p.left;
+  if (next_span) p.of_span += PANEL, p.left = w->span;
+  p.of_group += PANEL, p.codes += words_of_group(w, kind);
+  p.bytes += x->rows * size_of(w, kind), p.scales += x->rows, p.sums += x->rows;
+  return p;
 }
 
 // A group without the zeros takes at most 15 (24 with e2m1) times 127 for each slot, of which 16 bits hold the sums of two
@@ -147,55 +174,51 @@ INLINE long depth_of(int kind, long group) {
 #endif
 }
 
-// totals [mr][PANEL] += a group of mr rows times a panel, whose codes are those of the weight or a tile.
-INLINE void add_group(const struct grouped_weight *w, const struct grouped_rows *x, int kind, int tiled, int mr, long row,
-                      long panel, long g, const uint32_t *codes, float *totals) {
-  long at = (panel * w->groups + g) * PANEL, of_span = span_of(w, kind, panel, g), of_rows = g * x->rows + row;
-  const int8_t *bytes = x->bytes + of_rows * w->group;
+// totals [mr][PANEL] += a group of mr rows from ``row`` on times a panel, whose codes are those of the weight or a tile.
+INLINE void add_group(const struct grouped_weight *w, int kind, int tiled, int mr, struct place p, long row,
+                      const uint32_t *codes, float *totals) {
+  long size = size_of(w, kind);
+  const int8_t *bytes = p.bytes + row * size;
   ints sums[TILE_BLOCK][NR];
-  begin_sums(w, kind, mr, x->sums + of_rows, at, sums);
+  begin_sums(w, kind, mr, p.sums + row, p.of_group, sums);
 #if !defined(__AVX512VNNI__)
   if (kind == STEPS8) {
     ints upper[TILE_BLOCK][NR];
     memset(upper, 0, sizeof(upper));
-    add_products(tiled ? TILE : UPPER, mr, w->group, tiled ? codes + w->group / 4 * PANEL : codes, bytes, w->group, upper);
+    add_products(tiled ? TILE : UPPER, mr, size, tiled ? codes + size / 4 * PANEL : codes, bytes, size, upper);
     UNROLLED for (int m = 0; m < mr; m++)
       UNROLLED for (int n = 0; n < NR; n++) sums[m][n] += upper[m][n] * 16;
-    add_products(tiled ? TILE : LOWER, mr, w->group, codes, bytes, w->group, sums);
+    add_products(tiled ? TILE : LOWER, mr, size, codes, bytes, size, sums);
   } else
 #endif
   {
     int source = tiled ? TILE : kind == E2M1 ? NUMBERS : kind == STEPS8 ? EIGHTS : FOURS;
-    long depth = depth_of(kind, w->group);
-    for (long k = 0; k < w->group; k += depth)
-      add_products(source, mr, depth, codes + words_of(source, k) * PANEL, bytes + k, w->group, sums);
+    long depth = depth_of(kind, size);
+    for (long k = 0; k < size; k += depth)
+      add_products(source, mr, depth, codes + words_of(source, k) * PANEL, bytes + k, size, sums);
   }
   UNROLLED for (int n = 0; n < NR; n++) {
-    floats scales = scales_of(kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC), leasts;
+    long of_group = p.of_group + n * VEC, of_span = p.of_span + n * VEC;
+    floats scales = scales_of(kind, w->scales, w->steps, of_span, of_group), leasts;
     int has_leasts = kind >= STEPS4 && w->leasts;
-    if (has_leasts) leasts = scales_of(kind, w->leasts, w->least_steps, of_span + n * VEC, at + n * VEC);
+    if (has_leasts) leasts = scales_of(kind, w->leasts, w->least_steps, of_span, of_group);
     UNROLLED for (int m = 0; m < mr; m++) {
-      float input_scale = x->scales[of_rows + m];
+      float input_scale = p.scales[row + m];
       floats scale = scales * input_scale, total = load(totals, m * PANEL + n * VEC, 0);
       total += __builtin_convertvector(sums[m][n], floats) * scale;
-      if (has_leasts) total += leasts * (input_scale * x->sums[of_rows + m]);
+      if (has_leasts) total += leasts * (input_scale * p.sums[row + m]);
       store(totals, m * PANEL + n * VEC, total, 0);
     }
   }
 }
 
-INLINE const uint32_t *codes_of(const struct grouped_weight *w, int kind, long panel) {
-  return w->codes + panel * w->groups * (w->group / (kind == STEPS8 ? 4 : SLOTS)) * PANEL;
-}
-
 // sums [mr, PANEL] = rows times a panel, group by group.
 INLINE void multiply_rows(const struct grouped_weight *w, const struct grouped_rows *x, int kind, int mr, long row,
                           long panel, float *sums) {
-  const uint32_t *codes = codes_of(w, kind, panel);
+  struct place p = first_place(w, x, kind, row, panel);
   float totals[BLOCK_ROWS * PANEL];
   memset(totals, 0, sizeof(totals));
-  for (long g = 0; g < w->groups; g++, codes += w->group / (kind == STEPS8 ? 4 : SLOTS) * PANEL)
-    add_group(w, x, kind, 0, mr, row, panel, g, codes, totals);
+  for (long g = 0; g < w->groups; g++, p = next_place(w, x, kind, p)) add_group(w, kind, 0, mr, p, 0, p.codes, totals);
   memcpy(sums, totals, mr * PANEL * sizeof(float));
 }
 
@@ -214,24 +237,24 @@ INLINE void unpack_codes(int source, long slots, const uint32_t *codes, uint32_t
 INLINE void multiply_tiles(const struct grouped_weight *w, const struct grouped_rows *x, int kind, long first, long rows,
                            long panel, float *sums) {
   uint32_t tile[MOST_GROUP / 4 * PANEL] __attribute__((aligned(64)));
-  const uint32_t *codes = codes_of(w, kind, panel);
+  struct place p = first_place(w, x, kind, first, panel);
+  long size = size_of(w, kind);
   memset(sums, 0, rows * PANEL * sizeof(float));
-  for (long g = 0; g < w->groups; g++, codes += w->group / (kind == STEPS8 ? 4 : SLOTS) * PANEL) {
+  for (long g = 0; g < w->groups; g++, p = next_place(w, x, kind, p)) {
 #if defined(__AVX512VNNI__)
-    unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? EIGHTS : FOURS, w->group, codes, tile);
+    unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? EIGHTS : FOURS, size, p.codes, tile);
 #else
-    unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? LOWER : FOURS, w->group, codes, tile);
-    if (kind == STEPS8) unpack_codes(UPPER, w->group, codes, tile + w->group / 4 * PANEL);
+    unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? LOWER : FOURS, size, p.codes, tile);
+    if (kind == STEPS8) unpack_codes(UPPER, size, p.codes, tile + size / 4 * PANEL);
 #endif
     long r = 0;
-    for (; r + TILE_BLOCK <= rows; r += TILE_BLOCK)
-      add_group(w, x, kind, 1, TILE_BLOCK, first + r, panel, g, tile, sums + r * PANEL);
+    for (; r + TILE_BLOCK <= rows; r += TILE_BLOCK) add_group(w, kind, 1, TILE_BLOCK, p, r, tile, sums + r * PANEL);
     if (TILE_BLOCK > 4 && r + 4 <= rows) {
-      add_group(w, x, kind, 1, 4, first + r, panel, g, tile, sums + r * PANEL);
+      add_group(w, kind, 1, 4, p, r, tile, sums + r * PANEL);
       r += 4;
     }
-    for (; r + 2 <= rows; r += 2) add_group(w, x, kind, 1, 2, first + r, panel, g, tile, sums + r * PANEL);
-    if (r < rows) add_group(w, x, kind, 1, 1, first + r, panel, g, tile, sums + r * PANEL);
+    for (; r + 2 <= rows; r += 2) add_group(w, kind, 1, 2, p, r, tile, sums + r * PANEL);
+    if (r < rows) add_group(w, kind, 1, 1, p, r, tile, sums + r * PANEL);
   }
 }
 
@@ -261,8 +284,9 @@ void multiply_panel(const struct grouped_weight *weight, const struct grouped_ro
 }
 
 void unpack_group(const struct grouped_weight *w, long panel, long g, float *weights) {
-  long at = (panel * w->groups + g) * PANEL, of_span = span_of(w, w->kind, panel, g), bits = w->kind == STEPS8 ? 8 : 4;
-  const uint32_t *codes = codes_of(w, w->kind, panel) + g * w->group * bits / 32 * PANEL;
+  long at = (panel * w->groups + g) * PANEL, of_span = (panel * (w->groups / w->span) + g / w->span) * PANEL;
+  long bits = w->kind == STEPS8 ? 8 : 4;
+  const uint32_t *codes = w->codes + (panel * w->groups + g) * words_of_group(w, w->kind);
   for (int n = 0; n < NR; n++) {
     floats scales = scales_of(w->kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC) * w->factor, leasts = all(0);
     if (w->leasts) leasts = scales_of(w->kind, w->leasts, w->least_steps, of_span + n * VEC, at + n * VEC);
