@@ -109,6 +109,8 @@ INLINE ints zeros_of(const uint8_t *zeros) {
   return __builtin_convertvector(bytes, ints);
 }
 
+INLINE int has_leasts(const struct grouped_weight *w, int kind) { return kind >= STEPS4 && w->leasts; }
+
 // sums [mr][NR] = the sums of a group's inputs of rows, times the zeros of a panel, minus.
 INLINE void begin_sums(const struct grouped_weight *w, int kind, int mr, const int32_t *of_inputs, long at, ints sums[][NR]) {
   if (kind == INT4 && w->zeros) {
@@ -117,19 +119,9 @@ INLINE void begin_sums(const struct grouped_weight *w, int kind, int mr, const i
       UNROLLED for (int m = 0; m < mr; m++) sums[m][n] = zeros * of_inputs[m];
     }
   } else {
-    int none = kind >= STEPS4 && w->leasts;
     UNROLLED for (int m = 0; m < mr; m++)
-      UNROLLED for (int n = 0; n < NR; n++) sums[m][n] = (ints){} + (none ? 0 : of_inputs[m]);
+      UNROLLED for (int n = 0; n < NR; n++) sums[m][n] = (ints){} + (has_leasts(w, kind) ? 0 : of_inputs[m]);
   }
-}
-
-// The scales of VEC outputs in a group, or the leasts.
-INLINE floats scales_of(int kind, const uint16_t *scales, const int8_t *steps, long of_span, long of_group) {
-  floats found = from_float16(scales + of_span);
-  if (kind < STEPS4 || !steps) return found;
-  int8_t bytes __attribute__((vector_size(VEC)));
-  memcpy(&bytes, steps + of_group, VEC);
-  return found * __builtin_convertvector(bytes, floats);
 }
 
 // A group of a panel: the index of its steps and zeros, that of its scales, how many groups of its span are left, its
@@ -164,6 +156,24 @@ INLINE struct place next_place(const struct grouped_weight *w, const struct grou
   return p;
 }
 
+// The scales of VEC outputs in a group, or the leasts.
+INLINE floats scales_of(int kind, const uint16_t *scales, const int8_t *steps, long of_span, long of_group) {
+  floats found = from_float16(scales + of_span);
+  if (kind < STEPS4 || !steps) return found;
+  int8_t bytes __attribute__((vector_size(VEC)));
+  memcpy(&bytes, steps + of_group, VEC);
+  return found * __builtin_convertvector(bytes, floats);
+}
+
+// The scales of a panel in a group, and its leasts if there are any.
+INLINE void read_scales(const struct grouped_weight *w, int kind, const struct place *p, floats *scales, floats *leasts) {
+  UNROLLED for (int n = 0; n < NR; n++) {
+    long of_group = p->of_group + n * VEC, of_span = p->of_span + n * VEC;
+    scales[n] = scales_of(kind, w->scales, w->steps, of_span, of_group);
+    if (has_leasts(w, kind)) leasts[n] = scales_of(kind, w->leasts, w->least_steps, of_span, of_group);
+  }
+}
+
 // A group without the zeros takes at most 15 (24 with e2m1) times 127 for each slot, of which 16 bits hold the sums of two
 // neighbouring ones for so many slots. Groups with steps have at most 32.
 INLINE long depth_of(int kind, long group) {
@@ -176,7 +186,7 @@ INLINE long depth_of(int kind, long group) {
 
 // totals [mr][PANEL] += a group of mr rows from ``row`` on times a panel, whose codes are those of the weight or a tile.
 INLINE void add_group(const struct grouped_weight *w, int kind, int tiled, int mr, struct place p, long row,
-                      const uint32_t *codes, float *totals) {
+                      const uint32_t *codes, const floats *scales, const floats *leasts, float *totals) {
   long size = size_of(w, kind);
   const int8_t *bytes = p.bytes + row * size;
   ints sums[TILE_BLOCK][NR];
@@ -197,19 +207,15 @@ INLINE void add_group(const struct grouped_weight *w, int kind, int tiled, int m
     for (long k = 0; k < size; k += depth)
       add_products(source, mr, depth, codes + words_of(source, k) * PANEL, bytes + k, size, sums);
   }
-  UNROLLED for (int n = 0; n < NR; n++) {
-    long of_group = p.of_group + n * VEC, of_span = p.of_span + n * VEC;
-    floats scales = scales_of(kind, w->scales, w->steps, of_span, of_group), leasts;
-    int has_leasts = kind >= STEPS4 && w->leasts;
-    if (has_leasts) leasts = scales_of(kind, w->leasts, w->least_steps, of_span, of_group);
+  float of_leasts[TILE_BLOCK];
+  UNROLLED for (int m = 0; m < mr && has_leasts(w, kind); m++) of_leasts[m] = p.scales[row + m] * p.sums[row + m];
+  UNROLLED for (int n = 0; n < NR; n++)
     UNROLLED for (int m = 0; m < mr; m++) {
-      float input_scale = p.scales[row + m];
-      floats scale = scales * input_scale, total = load(totals, m * PANEL + n * VEC, 0);
+      floats scale = scales[n] * p.scales[row + m], total = load(totals, m * PANEL + n * VEC, 0);
       total += __builtin_convertvector(sums[m][n], floats) * scale;
-      if (has_leasts) total += leasts * (input_scale * p.sums[row + m]);
+      if (has_leasts(w, kind)) total += leasts[n] * of_leasts[m];
       store(totals, m * PANEL + n * VEC, total, 0);
     }
-  }
 }
 
 // sums [mr, PANEL] = rows times a panel, group by group.
@@ -218,7 +224,11 @@ INLINE void multiply_rows(const struct grouped_weight *w, const struct grouped_r
   struct place p = first_place(w, x, kind, row, panel);
   float totals[BLOCK_ROWS * PANEL];
   memset(totals, 0, sizeof(totals));
-  for (long g = 0; g < w->groups; g++, p = next_place(w, x, kind, p)) add_group(w, kind, 0, mr, p, 0, p.codes, totals);
+  for (long g = 0; g < w->groups; g++, p = next_place(w, x, kind, p)) {
+    floats scales[NR], leasts[NR];
+    read_scales(w, kind, &p, scales, leasts);
+    add_group(w, kind, 0, mr, p, 0, p.codes, scales, leasts, totals);
+  }
   memcpy(sums, totals, mr * PANEL * sizeof(float));
 }
 
@@ -247,14 +257,17 @@ INLINE void multiply_tiles(const struct grouped_weight *w, const struct grouped_
     unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? LOWER : FOURS, size, p.codes, tile);
     if (kind == STEPS8) unpack_codes(UPPER, size, p.codes, tile + size / 4 * PANEL);
 #endif
+    floats scales[NR], leasts[NR];
+    read_scales(w, kind, &p, scales, leasts);
     long r = 0;
-    for (; r + TILE_BLOCK <= rows; r += TILE_BLOCK) add_group(w, kind, 1, TILE_BLOCK, p, r, tile, sums + r * PANEL);
+    for (; r + TILE_BLOCK <= rows; r += TILE_BLOCK)
+      add_group(w, kind, 1, TILE_BLOCK, p, r, tile, scales, leasts, sums + r * PANEL);
     if (TILE_BLOCK > 4 && r + 4 <= rows) {
-      add_group(w, kind, 1, 4, p, r, tile, sums + r * PANEL);
+      add_group(w, kind, 1, 4, p, r, tile, scales, leasts, sums + r * PANEL);
       r += 4;
     }
-    for (; r + 2 <= rows; r += 2) add_group(w, kind, 1, 2, p, r, tile, sums + r * PANEL);
-    if (r < rows) add_group(w, kind, 1, 1, p, r, tile, sums + r * PANEL);
+    for (; r + 2 <= rows; r += 2) add_group(w, kind, 1, 2, p, r, tile, scales, leasts, sums + r * PANEL);
+    if (r < rows) add_group(w, kind, 1, 1, p, r, tile, scales, leasts, sums + r * PANEL);
   }
 }
 
