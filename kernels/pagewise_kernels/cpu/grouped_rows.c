@@ -262,10 +262,6 @@ INLINE void multiply_tiles(const struct grouped_weight *w, const struct grouped_
     long r = 0;
     for (; r + TILE_BLOCK <= rows; r += TILE_BLOCK)
       add_group(w, kind, 1, TILE_BLOCK, p, r, tile, scales, leasts, sums + r * PANEL);
-    if (TILE_BLOCK > 4 && r + 4 <= rows) {
-      add_group(w, kind, 1, 4, p, r, tile, scales, leasts, sums + r * PANEL);
-      r += 4;
-    }
     for (; r + 2 <= rows; r += 2) add_group(w, kind, 1, 2, p, r, tile, scales, leasts, sums + r * PANEL);
     if (r < rows) add_group(w, kind, 1, 1, p, r, tile, scales, leasts, sums + r * PANEL);
   }
