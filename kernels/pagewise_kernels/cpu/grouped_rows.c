@@ -282,10 +282,17 @@ INLINE void multiply_kind(const struct grouped_weight *w, const struct grouped_r
 void multiply_panel(const struct grouped_weight *weight, const struct grouped_rows *rows_of, long first, long rows,
                     long panel, float *sums) {
   // Copies, which no sum that is stored can change, so that the compiler keeps them in registers.
-  const struct grouped_weight w = *weight;
+  struct grouped_weight w = *weight;
   const struct grouped_rows x = *rows_of;
   switch (w.kind) {
-    case INT4: multiply_kind(&w, &x, INT4, first, rows, panel, sums); break;
+    case INT4:
+      if (w.group == 32) {
+        w.group = 32;  // as a constant: these groups are small, so what comes before and behind their products counts
+        multiply_kind(&w, &x, INT4, first, rows, panel, sums);
+      } else {
+        multiply_kind(&w, &x, INT4, first, rows, panel, sums);
+      }
+      break;
     case E2M1: multiply_kind(&w, &x, E2M1, first, rows, panel, sums); break;
     case STEPS4: multiply_kind(&w, &x, STEPS4, first, rows, panel, sums); break;
     default: multiply_kind(&w, &x, STEPS8, first, rows, panel, sums);
