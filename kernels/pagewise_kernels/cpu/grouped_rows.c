@@ -3,13 +3,8 @@
 #include "input_groups.h"
 
 // The codes of SLOTS slots are read at once. A block of so many rows times NR vectors of outputs is summed in registers.
-// From TILE_ROWS rows on, the codes of a group are unpacked once for all rows, and a block has MR rows where the registers
-// hold their sums.
-#if VEC == 16
-enum { SLOTS = 8, BLOCK_ROWS = 4, TILE_BLOCK = MR, TILE_ROWS = 8 };
-#else
-enum { SLOTS = 8, BLOCK_ROWS = 4, TILE_BLOCK = 4, TILE_ROWS = 8 };
-#endif
+// From TILE_ROWS rows on, the codes of a group are unpacked once for all rows.
+enum { SLOTS = 8, BLOCK_ROWS = 4, TILE_ROWS = VEC == 16 ? 12 : 9 };
 
 // Where a loop over the rows or the vectors of a block stays one, their sums lie in memory.
 #define UNROLLED _Pragma("unroll")
@@ -79,14 +74,14 @@ INLINE void read_codes(int source, const uint32_t *codes, words *low, words *hig
   *low = load_words(codes) >> shift & bits, *high = load_words(codes + PANEL) >> shift & bits;
 }
 
-// sums [mr][NR] += ``depth`` slots of a panel's codes times bytes [mr] of rows. Without VNNI, a product of depth slots
-// has to fit into 16 bits.
+// sums [mr][NR] += ``depth`` slots of a panel's codes times bytes [mr] of rows. Without VNNI, the sums of so many slots have
+// to fit into 16 bits.
 INLINE void add_products(int source, int mr, long depth, const uint32_t *codes, const int8_t *bytes, long stride,
                          ints sums[][NR]) {
 #if defined(__AVX512VNNI__)
   ints(*held)[NR] = sums;
 #else
-  partial held[TILE_BLOCK][NR];
+  partial held[BLOCK_ROWS][NR];
   memset(held, 0, sizeof(held));
 #endif
   for (long k = 0; k < depth; k += SLOTS, codes += words_of(source, SLOTS) * PANEL) {
@@ -112,7 +107,8 @@ INLINE ints zeros_of(const uint8_t *zeros) {
 INLINE int has_leasts(const struct grouped_weight *w, int kind) { return kind >= STEPS4 && w->leasts; }
 
 // sums [mr][NR] = the sums of a group's inputs of rows, times the zeros of a panel, minus.
-INLINE void begin_sums(const struct grouped_weight *w, int kind, int mr, const int32_t *of_inputs, long at, ints sums[][NR]) {
+INLINE void begin_sums(const struct grouped_weight *w, int kind, int mr, const int32_t *of_inputs, long at,
+                       ints sums[][NR]) {
   if (kind == INT4 && w->zeros) {
     UNROLLED for (int n = 0; n < NR; n++) {
       ints zeros = zeros_of(w->zeros + at + n * VEC);
@@ -141,7 +137,8 @@ INLINE long words_of_group(const struct grouped_weight *w, int kind) {
   return size_of(w, kind) / (kind == STEPS8 ? 4 : SLOTS) * PANEL;
 }
 
-INLINE struct place first_place(const struct grouped_weight *w, const struct grouped_rows *x, int kind, long row, long panel) {
+INLINE struct place first_place(const struct grouped_weight *w, const struct grouped_rows *x, int kind, long row,
+                                long panel) {
   long spans = kind < STEPS4 ? w->groups : w->groups / w->span, size = size_of(w, kind);
   return (struct place){panel * w->groups * PANEL, panel * spans * PANEL, w->span,
                         w->codes + panel * w->groups * words_of_group(w, kind), x->bytes + row * size, x->scales + row,
@@ -174,8 +171,8 @@ INLINE void read_scales(const struct grouped_weight *w, int kind, const struct p
   }
 }
 
-// A group without the zeros takes at most 15 (24 with e2m1) times 127 for each slot, of which 16 bits hold the sums of two
-// neighbouring ones for so many slots. Groups with steps have at most 32.
+// So many slots are summed in 16 bits: a product is at most 15 * 127, or 24 * 127 with e2m1, and a number in 16 bits has
+// half of a word's products. Groups with steps have at most 32 slots.
 INLINE long depth_of(int kind, long group) {
 #if defined(__AVX512VNNI__)
   return (void)kind, group;
@@ -189,11 +186,11 @@ INLINE void add_group(const struct grouped_weight *w, int kind, int tiled, int m
                       const uint32_t *codes, const floats *scales, const floats *leasts, float *totals) {
   long size = size_of(w, kind);
   const int8_t *bytes = p.bytes + row * size;
-  ints sums[TILE_BLOCK][NR];
+  ints sums[BLOCK_ROWS][NR];
   begin_sums(w, kind, mr, p.sums + row, p.of_group, sums);
 #if !defined(__AVX512VNNI__)
   if (kind == STEPS8) {
-    ints upper[TILE_BLOCK][NR];
+    ints upper[BLOCK_ROWS][NR];
     memset(upper, 0, sizeof(upper));
     add_products(tiled ? TILE : UPPER, mr, size, tiled ? codes + size / 4 * PANEL : codes, bytes, size, upper);
     UNROLLED for (int m = 0; m < mr; m++)
@@ -207,7 +204,7 @@ INLINE void add_group(const struct grouped_weight *w, int kind, int tiled, int m
     for (long k = 0; k < size; k += depth)
       add_products(source, mr, depth, codes + words_of(source, k) * PANEL, bytes + k, size, sums);
   }
-  float of_leasts[TILE_BLOCK];
+  float of_leasts[BLOCK_ROWS];
   UNROLLED for (int m = 0; m < mr && has_leasts(w, kind); m++) of_leasts[m] = p.scales[row + m] * p.sums[row + m];
   UNROLLED for (int n = 0; n < NR; n++)
     UNROLLED for (int m = 0; m < mr; m++) {
@@ -243,7 +240,7 @@ INLINE void unpack_codes(int source, long slots, const uint32_t *codes, uint32_t
     }
 }
 
-// Of TILE_ROWS to ROW_BLOCK rows: group by group, so that memory is read while all rows compute.
+// sums [rows, PANEL] = rows times a panel, group by group, so that memory is read while all rows compute.
 INLINE void multiply_tiles(const struct grouped_weight *w, const struct grouped_rows *x, int kind, long first, long rows,
                            long panel, float *sums) {
   uint32_t tile[MOST_GROUP / 4 * PANEL] __attribute__((aligned(64)));
@@ -260,8 +257,8 @@ INLINE void multiply_tiles(const struct grouped_weight *w, const struct grouped_
     floats scales[NR], leasts[NR];
     read_scales(w, kind, &p, scales, leasts);
     long r = 0;
-    for (; r + TILE_BLOCK <= rows; r += TILE_BLOCK)
-      add_group(w, kind, 1, TILE_BLOCK, p, r, tile, scales, leasts, sums + r * PANEL);
+    for (; r + BLOCK_ROWS <= rows; r += BLOCK_ROWS)
+      add_group(w, kind, 1, BLOCK_ROWS, p, r, tile, scales, leasts, sums + r * PANEL);
     for (; r + 2 <= rows; r += 2) add_group(w, kind, 1, 2, p, r, tile, scales, leasts, sums + r * PANEL);
     if (r < rows) add_group(w, kind, 1, 1, p, r, tile, scales, leasts, sums + r * PANEL);
   }
