@@ -3,13 +3,8 @@
 #include "input_groups.h"
 
 // The codes of SLOTS slots are read at once. A block of so many rows times NR vectors of outputs is summed in registers.
-// From TILE_ROWS rows on, the codes of a group are unpacked once for all rows, and a block has MR rows where the registers
-// hold their sums.
-#if VEC == 16
-enum { SLOTS = 8, BLOCK_ROWS = 4, TILE_BLOCK = MR, TILE_ROWS = 8 };
-#else
-enum { SLOTS = 8, BLOCK_ROWS = 4, TILE_BLOCK = 4, TILE_ROWS = 8 };
-#endif
+// From TILE_ROWS rows on, the codes of a group are unpacked once for all rows.
+enum { SLOTS = 8, BLOCK_ROWS = 4, TILE_ROWS = VEC == 16 ? 12 : 9 };
 
 // Where a loop over the rows or the vectors of a block stays one, their sums lie in memory.
 #define UNROLLED _Pragma("unroll")
@@ -79,25 +74,24 @@ INLINE void read_codes(int source, const uint32_t *codes, words *low, words *hig
   *low = load_words(codes) >> shift & bits, *high = load_words(codes + PANEL) >> shift & bits;
 }
 
-// sums [mr][NR] += ``depth`` slots of a panel's codes times bytes [mr] of rows. Without VNNI, a product of depth slots
-// has to fit into 16 bits.
+// sums [mr][NR] += ``depth`` slots of a panel's codes times bytes [mr] of rows. Without VNNI, the sums of so many slots have
+// to fit into 16 bits.
 INLINE void add_products(int source, int mr, long depth, const uint32_t *codes, const int8_t *bytes, long stride,
                          ints sums[][NR]) {
 #if defined(__AVX512VNNI__)
   ints(*held)[NR] = sums;
 #else
-  partial held[TILE_BLOCK][NR];
+  partial held[BLOCK_ROWS][NR];
   memset(held, 0, sizeof(held));
 #endif
-  for (long k = 0; k < depth; k += SLOTS, codes += words_of(source, SLOTS) * PANEL)
-    {
-      words read[2][NR];
-      UNROLLED for (int n = 0; n < NR; n++) read_codes(source, codes + n * VEC, &read[0][n], &read[1][n]);
-      UNROLLED for (int half = 0; half < 2; half++)
-        UNROLLED for (int m = 0; m < mr; m++)
-          UNROLLED for (int n = 0; n < NR; n++)
-            held[m][n] = add_codes(held[m][n], read[half][n], bytes + m * stride + k + half * SLOTS / 2);
-    }
+  for (long k = 0; k < depth; k += SLOTS, codes += words_of(source, SLOTS) * PANEL) {
+    words read[2][NR];
+    UNROLLED for (int n = 0; n < NR; n++) read_codes(source, codes + n * VEC, &read[0][n], &read[1][n]);
+    UNROLLED for (int half = 0; half < 2; half++)
+      UNROLLED for (int m = 0; m < mr; m++)
+        UNROLLED for (int n = 0; n < NR; n++)
+          held[m][n] = add_codes(held[m][n], read[half][n], bytes + m * stride + k + half * SLOTS / 2);
+  }
 #if !defined(__AVX512VNNI__)
   UNROLLED for (int m = 0; m < mr; m++)
     UNROLLED for (int n = 0; n < NR; n++) sums[m][n] += sum_partial(held[m][n]);
@@ -110,18 +104,53 @@ INLINE ints zeros_of(const uint8_t *zeros) {
   return __builtin_convertvector(bytes, ints);
 }
 
+INLINE int has_leasts(const struct grouped_weight *w, int kind) { return kind >= STEPS4 && w->leasts; }
+
 // sums [mr][NR] = the sums of a group's inputs of rows, times the zeros of a panel, minus.
-INLINE void begin_sums(const struct grouped_weight *w, int kind, int mr, const int32_t *of_inputs, long at, ints sums[][NR]) {
+INLINE void begin_sums(const struct grouped_weight *w, int kind, int mr, const int32_t *of_inputs, long at,
+                       ints sums[][NR]) {
   if (kind == INT4 && w->zeros) {
     UNROLLED for (int n = 0; n < NR; n++) {
       ints zeros = zeros_of(w->zeros + at + n * VEC);
       UNROLLED for (int m = 0; m < mr; m++) sums[m][n] = zeros * of_inputs[m];
     }
   } else {
-    int none = kind >= STEPS4 && w->leasts;
     UNROLLED for (int m = 0; m < mr; m++)
-      UNROLLED for (int n = 0; n < NR; n++) sums[m][n] = (ints){} + (none ? 0 : of_inputs[m]);
+      UNROLLED for (int n = 0; n < NR; n++) sums[m][n] = (ints){} + (has_leasts(w, kind) ? 0 : of_inputs[m]);
   }
+}
+
+// A group of a panel: the index of its steps and zeros, that of its scales, how many groups of its span are left, its
+// codes, and what it has of the rows.
+struct place {
+  long of_group, of_span, left;
+  const uint32_t *codes;
+  const int8_t *bytes;
+  const float *scales;
+  const int32_t *sums;
+};
+
+// The slots of a group: a constant where it can be.
+INLINE long size_of(const struct grouped_weight *w, int kind) { return kind == E2M1 ? E2M1_GROUP : w->group; }
+
+INLINE long words_of_group(const struct grouped_weight *w, int kind) {
+  return size_of(w, kind) / (kind == STEPS8 ? 4 : SLOTS) * PANEL;
+}
+
+INLINE struct place first_place(const struct grouped_weight *w, const struct grouped_rows *x, int kind, long row,
+                                long panel) {
+  long spans = kind < STEPS4 ? w->groups : w->groups / w->span, size = size_of(w, kind);
+  return (struct place){panel * w->groups * PANEL, panel * spans * PANEL, w->span,
+                        w->codes + panel * w->groups * words_of_group(w, kind), x->bytes + row * size, x->scales + row,
+                        x->sums + row};
+}
+
+INLINE struct place next_place(const struct grouped_weight *w, const struct grouped_rows *x, int kind, struct place p) {
+  int next_span = kind < STEPS4 || !--p.left;
+  if (next_span) p.of_span += PANEL, p.left = w->span;
+  p.of_group += PANEL, p.codes += words_of_group(w, kind);
+  p.bytes += x->rows * size_of(w, kind), p.scales += x->rows, p.sums += x->rows;
+  return p;
 }
 
 // The scales of VEC outputs in a group, or the leasts.
@@ -133,12 +162,17 @@ INLINE floats scales_of(int kind, const uint16_t *scales, const int8_t *steps, l
   return found * __builtin_convertvector(bytes, floats);
 }
 
-INLINE long span_of(const struct grouped_weight *w, int kind, long panel, long g) {
-  return (kind < STEPS4 || w->span == 1 ? panel * w->groups + g : panel * (w->groups / w->span) + g / w->span) * PANEL;
+// The scales of a panel in a group, and its leasts if there are any.
+INLINE void read_scales(const struct grouped_weight *w, int kind, const struct place *p, floats *scales, floats *leasts) {
+  UNROLLED for (int n = 0; n < NR; n++) {
+    long of_group = p->of_group + n * VEC, of_span = p->of_span + n * VEC;
+    scales[n] = scales_of(kind, w->scales, w->steps, of_span, of_group);
+    if (has_leasts(w, kind)) leasts[n] = scales_of(kind, w->leasts, w->least_steps, of_span, of_group);
+  }
 }
 
-// A group without the zeros takes at most 15 (24 with e2m1) times 127 for each slot, of which 16 bits hold the sums of two
-// neighbouring ones for so many slots. Groups with steps have at most 32.
+// So many slots are summed in 16 bits: a product is at most 15 * 127, or 24 * 127 with e2m1, and a number in 16 bits has
+// half of a word's products. Groups with steps have at most 32 slots.
 INLINE long depth_of(int kind, long group) {
 #if defined(__AVX512VNNI__)
   return (void)kind, group;
@@ -147,55 +181,51 @@ INLINE long depth_of(int kind, long group) {
 #endif
 }
 
-// totals [mr][PANEL] += a group of mr rows times a panel, whose codes are those of the weight or a tile.
-INLINE void add_group(const struct grouped_weight *w, const struct grouped_rows *x, int kind, int tiled, int mr, long row,
-                      long panel, long g, const uint32_t *codes, float *totals) {
-  long at = (panel * w->groups + g) * PANEL, of_span = span_of(w, kind, panel, g), of_rows = g * x->rows + row;
-  const int8_t *bytes = x->bytes + of_rows * w->group;
-  ints sums[TILE_BLOCK][NR];
-  begin_sums(w, kind, mr, x->sums + of_rows, at, sums);
+// totals [mr][PANEL] += a group of mr rows from ``row`` on times a panel, whose codes are those of the weight or a tile.
+INLINE void add_group(const struct grouped_weight *w, int kind, int tiled, int mr, struct place p, long row,
+                      const uint32_t *codes, const floats *scales, const floats *leasts, float *totals) {
+  long size = size_of(w, kind);
+  const int8_t *bytes = p.bytes + row * size;
+  ints sums[BLOCK_ROWS][NR];
+  begin_sums(w, kind, mr, p.sums + row, p.of_group, sums);
 #if !defined(__AVX512VNNI__)
   if (kind == STEPS8) {
-    ints upper[TILE_BLOCK][NR];
+    ints upper[BLOCK_ROWS][NR];
     memset(upper, 0, sizeof(upper));
-    add_products(tiled ? TILE : UPPER, mr, w->group, tiled ? codes + w->group / 4 * PANEL : codes, bytes, w->group, upper);
+    add_products(tiled ? TILE : UPPER, mr, size, tiled ? codes + size / 4 * PANEL : codes, bytes, size, upper);
     UNROLLED for (int m = 0; m < mr; m++)
       UNROLLED for (int n = 0; n < NR; n++) sums[m][n] += upper[m][n] * 16;
-    add_products(tiled ? TILE : LOWER, mr, w->group, codes, bytes, w->group, sums);
+    add_products(tiled ? TILE : LOWER, mr, size, codes, bytes, size, sums);
   } else
 #endif
   {
     int source = tiled ? TILE : kind == E2M1 ? NUMBERS : kind == STEPS8 ? EIGHTS : FOURS;
-    long depth = depth_of(kind, w->group);
-    for (long k = 0; k < w->group; k += depth)
-      add_products(source, mr, depth, codes + words_of(source, k) * PANEL, bytes + k, w->group, sums);
+    long depth = depth_of(kind, size);
+    for (long k = 0; k < size; k += depth)
+      add_products(source, mr, depth, codes + words_of(source, k) * PANEL, bytes + k, size, sums);
   }
-  UNROLLED for (int n = 0; n < NR; n++) {
-    floats scales = scales_of(kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC), leasts;
-    int has_leasts = kind >= STEPS4 && w->leasts;
-    if (has_leasts) leasts = scales_of(kind, w->leasts, w->least_steps, of_span + n * VEC, at + n * VEC);
+  float of_leasts[BLOCK_ROWS];
+  UNROLLED for (int m = 0; m < mr && has_leasts(w, kind); m++) of_leasts[m] = p.scales[row + m] * p.sums[row + m];
+  UNROLLED for (int n = 0; n < NR; n++)
     UNROLLED for (int m = 0; m < mr; m++) {
-      float input_scale = x->scales[of_rows + m];
-      floats scale = scales * input_scale, total = load(totals, m * PANEL + n * VEC, 0);
+      floats scale = scales[n] * p.scales[row + m], total = load(totals, m * PANEL + n * VEC, 0);
       total += __builtin_convertvector(sums[m][n], floats) * scale;
-      if (has_leasts) total += leasts * (input_scale * x->sums[of_rows + m]);
+      if (has_leasts(w, kind)) total += leasts[n] * of_leasts[m];
       store(totals, m * PANEL + n * VEC, total, 0);
     }
-  }
-}
-
-INLINE const uint32_t *codes_of(const struct grouped_weight *w, int kind, long panel) {
-  return w->codes + panel * w->groups * (w->group / (kind == STEPS8 ? 4 : SLOTS)) * PANEL;
 }
 
 // sums [mr, PANEL] = rows times a panel, group by group.
 INLINE void multiply_rows(const struct grouped_weight *w, const struct grouped_rows *x, int kind, int mr, long row,
                           long panel, float *sums) {
-  const uint32_t *codes = codes_of(w, kind, panel);
+  struct place p = first_place(w, x, kind, row, panel);
   float totals[BLOCK_ROWS * PANEL];
   memset(totals, 0, sizeof(totals));
-  for (long g = 0; g < w->groups; g++, codes += w->group / (kind == STEPS8 ? 4 : SLOTS) * PANEL)
-    add_group(w, x, kind, 0, mr, row, panel, g, codes, totals);
+  for (long g = 0; g < w->groups; g++, p = next_place(w, x, kind, p)) {
+    floats scales[NR], leasts[NR];
+    read_scales(w, kind, &p, scales, leasts);
+    add_group(w, kind, 0, mr, p, 0, p.codes, scales, leasts, totals);
+  }
   memcpy(sums, totals, mr * PANEL * sizeof(float));
 }
 
@@ -210,28 +240,27 @@ INLINE void unpack_codes(int source, long slots, const uint32_t *codes, uint32_t
     }
 }
 
-// Of TILE_ROWS to ROW_BLOCK rows: group by group, so that memory is read while all rows compute.
+// sums [rows, PANEL] = rows times a panel, group by group, so that memory is read while all rows compute.
 INLINE void multiply_tiles(const struct grouped_weight *w, const struct grouped_rows *x, int kind, long first, long rows,
                            long panel, float *sums) {
   uint32_t tile[MOST_GROUP / 4 * PANEL] __attribute__((aligned(64)));
-  const uint32_t *codes = codes_of(w, kind, panel);
+  struct place p = first_place(w, x, kind, first, panel);
+  long size = size_of(w, kind);
   memset(sums, 0, rows * PANEL * sizeof(float));
-  for (long g = 0; g < w->groups; g++, codes += w->group / (kind == STEPS8 ? 4 : SLOTS) * PANEL) {
+  for (long g = 0; g < w->groups; g++, p = next_place(w, x, kind, p)) {
 #if defined(__AVX512VNNI__)
-    unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? EIGHTS : FOURS, w->group, codes, tile);
+    unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? EIGHTS : FOURS, size, p.codes, tile);
 #else
-    unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? LOWER : FOURS, w->group, codes, tile);
-    if (kind == STEPS8) unpack_codes(UPPER, w->group, codes, tile + w->group / 4 * PANEL);
+    unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? LOWER : FOURS, size, p.codes, tile);
+    if (kind == STEPS8) unpack_codes(UPPER, size, p.codes, tile + size / 4 * PANEL);
 #endif
+    floats scales[NR], leasts[NR];
+    read_scales(w, kind, &p, scales, leasts);
     long r = 0;
-    for (; r + TILE_BLOCK <= rows; r += TILE_BLOCK)
-      add_group(w, x, kind, 1, TILE_BLOCK, first + r, panel, g, tile, sums + r * PANEL);
-    if (TILE_BLOCK > 4 && r + 4 <= rows) {
-      add_group(w, x, kind, 1, 4, first + r, panel, g, tile, sums + r * PANEL);
-      r += 4;
-    }
-    for (; r + 2 <= rows; r += 2) add_group(w, x, kind, 1, 2, first + r, panel, g, tile, sums + r * PANEL);
-    if (r < rows) add_group(w, x, kind, 1, 1, first + r, panel, g, tile, sums + r * PANEL);
+    for (; r + BLOCK_ROWS <= rows; r += BLOCK_ROWS)
+      add_group(w, kind, 1, BLOCK_ROWS, p, r, tile, scales, leasts, sums + r * PANEL);
+    for (; r + 2 <= rows; r += 2) add_group(w, kind, 1, 2, p, r, tile, scales, leasts, sums + r * PANEL);
+    if (r < rows) add_group(w, kind, 1, 1, p, r, tile, scales, leasts, sums + r * PANEL);
   }
 }
 
@@ -250,10 +279,17 @@ INLINE void multiply_kind(const struct grouped_weight *w, const struct grouped_r
 void multiply_panel(const struct grouped_weight *weight, const struct grouped_rows *rows_of, long first, long rows,
                     long panel, float *sums) {
   // Copies, which no sum that is stored can change, so that the compiler keeps them in registers.
-  const struct grouped_weight w = *weight;
+  struct grouped_weight w = *weight;
   const struct grouped_rows x = *rows_of;
   switch (w.kind) {
-    case INT4: multiply_kind(&w, &x, INT4, first, rows, panel, sums); break;
+    case INT4:
+      if (w.group == 32) {
+        w.group = 32;  // as a constant: these groups are small, so what comes before and behind their products counts
+        multiply_kind(&w, &x, INT4, first, rows, panel, sums);
+      } else {
+        multiply_kind(&w, &x, INT4, first, rows, panel, sums);
+      }
+      break;
     case E2M1: multiply_kind(&w, &x, E2M1, first, rows, panel, sums); break;
     case STEPS4: multiply_kind(&w, &x, STEPS4, first, rows, panel, sums); break;
     default: multiply_kind(&w, &x, STEPS8, first, rows, panel, sums);
@@ -261,8 +297,9 @@ void multiply_panel(const struct grouped_weight *weight, const struct grouped_ro
 }
 
 void unpack_group(const struct grouped_weight *w, long panel, long g, float *weights) {
-  long at = (panel * w->groups + g) * PANEL, of_span = span_of(w, w->kind, panel, g), bits = w->kind == STEPS8 ? 8 : 4;
-  const uint32_t *codes = codes_of(w, w->kind, panel) + g * w->group * bits / 32 * PANEL;
+  long at = (panel * w->groups + g) * PANEL, of_span = (panel * (w->groups / w->span) + g / w->span) * PANEL;
+  long bits = w->kind == STEPS8 ? 8 : 4;
+  const uint32_t *codes = w->codes + (panel * w->groups + g) * words_of_group(w, w->kind);
   for (int n = 0; n < NR; n++) {
     floats scales = scales_of(w->kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC) * w->factor, leasts = all(0);
     if (w->leasts) leasts = scales_of(w->kind, w->leasts, w->least_steps, of_span + n * VEC, at + n * VEC);

@@ -15,7 +15,7 @@ enum { MOST_GROUP = 128 };
 // and leasts may have two factors, one for a span of groups and one for a group.
 enum kind { INT4, E2M1, STEPS4, STEPS8 };
 
-enum { SYMMETRIC_ZERO = 8, E2M1_ZERO = 12 };
+enum { SYMMETRIC_ZERO = 8, E2M1_ZERO = 12, E2M1_GROUP = 16 };
 
 // The weights of a linear layer. A slot is an input of the packed weights, of which there are groups * group; order
 // [slots]: the input of each slot, -1: a zero; NULL: the inputs in their order, and zeros. codes [panels][words][PANEL]: a
