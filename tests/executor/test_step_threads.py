@@ -81,6 +81,13 @@ def test_only_steps_of_the_same_size_are_compared() -> None:
     assert usual(machine.run(5, 3)) == THREADS
 
 
+def test_prompts_between_small_steps_have_all_threads() -> None:
+    machine = Machine(lambda tokens, threads: 10 + tokens * tokens / threads)
+    assert usual(machine.run(1)) == 1
+    assert [machine.run(60, 1) + machine.run(1, 20) for _ in range(20)].count([THREADS, *[1] * 20]) >= 10
+    assert {machine.run(60, 1)[0] for _ in range(50) if machine.run(1, 1)} == {THREADS}
+
+
 def test_large_steps_have_all_threads() -> None:
     machine = Machine(lambda tokens, threads: 10.0)
     assert set(machine.run(65, 300)) == {THREADS}

@@ -25,7 +25,7 @@ class Form:
 
 FORMS = (
     Form(4, 0, 32, 8, True), Form(8, 0, 32, 8, True), Form(8, 32, 16, 16, False), Form(8, 128, 32, 0, False),
-    Form(4, 8, 16, 0, True),
+    Form(4, 0, 16, 0, True),
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_a_linear_layer_is_a_product_of_codes_with_scales_in_two_steps(
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_build_computes_linear_layers(build: Variant, form: Form) -> None:
-    for rows, outs in ((1, 64), (7, 83), (100, 3)):
+    for rows, outs in ((1, 64), (7, 83), (111, 3)):
         check(form, rows, outs, 2, biased=rows != 7)
 
 
@@ -140,6 +140,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ((codes, 8, 0, scales, torch.ones(4, 3, dtype=torch.int8)), ValueError),
         ((codes, 8, 0, scales, None, scales[:, :1]), ValueError),
         ((codes, 8, 0, scales[:, :1]), ValueError),
+        ((codes, 8, 128, scales, None, scales), ValueError),
     ):
         with pytest.raises(error):
             GroupedWeight(*wrong)

@@ -66,9 +66,11 @@ class CpuStep:
             slots=slots.ctypes.data, tables=tables.ctypes.data, table_stride=tables.strides[0] // 4,
             block_size=block_size, tokens=len(slots), decodes=len(rows), num_chunks=len(chunks), rows=rows.ctypes.data,
             lengths=lengths.ctypes.data, chunks=chunks.ctypes.data, prefixes=prefixes.ctypes.data,
-            members=members.ctypes.data, threads=threads(),
+            num_prefixes=len(prefixes), members=members.ctypes.data, threads=threads(),
         )  # fmt: skip
         self._at = ctypes.byref(self._arguments)
+        self.shared = AttentionArguments.from_buffer_copy(self._arguments)
+        """The arguments that all layers have in common; ``attend`` adds those of a layer to a copy."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, *, scale: float,
@@ -96,15 +98,9 @@ class CpuStep:
         a.q_token, a.q_head, _ = q.stride()
         a.k_token, a.k_head, _ = k.stride()
         a.v_token, a.v_head, _ = v.stride()
-        a.keys, a.values = layer.keys.data_ptr(), layer.values.data_ptr()
-        a.key_block, a.key_slot, a.key_head = a.value_block, a.value_slot, a.value_head = layer.keys.stride()[:3]
-        a.key_scales, a.value_scales = [scale.data_ptr() for scale in layer.scales] if layer.scales else (None, None)
-        a.scale_block, a.scale_slot, a.scale_head = layer.scale_strides
-        _, a.heads, a.dim = q.shape
-        a.kv_heads, a.value_dim = layer.kv_heads, value_dim
-        a.bf16, a.int4 = q.dtype == torch.bfloat16, layer.dtype == INT4
-        a.scale, a.softcap, a.window = scale, softcap or 0.0, window or 0
-        a.attention_chunk, a.tokens = attention_chunk or 0, self.tokens if write else 0
+        set_layer(a, layer, q.shape[1], scale, window, attention_chunk)
+        a.bf16, a.softcap = q.dtype == torch.bfloat16, softcap or 0.0
+        a.tokens = self.tokens if write else 0
         # Windows of equal lengths begin at different tokens, and attention chunks behind a prefix.
         a.num_prefixes = 0 if window or attention_chunk else self._num_prefixes
         if rotation is not None:
@@ -142,7 +138,21 @@ class CpuStep:
         if {q.stride(2), k.stride(2), v.stride(2)} != {1}:
             raise ValueError("the elements of a head lie next to each other in q, k and v")
         if rotation is not None:
-            _check_rotation(rotation, tokens, heads + layer.kv_heads, dim, q.dtype)
+            check_rotation(rotation.cos, rotation.sin, tokens, dim, q.dtype)
+            if rotation.head_norm is not None:
+                check_head_norm(rotation.head_norm, heads + layer.kv_heads, dim, q.dtype)
+
+
+def set_layer(
+    a: AttentionArguments, layer: KVLayer, heads: int, scale: float, window: int | None, attention_chunk: int | None
+) -> None:
+    """Set the arguments that are of a layer: its pool, its shape, and what its queries see."""
+    a.keys, a.values = layer.keys.data_ptr(), layer.values.data_ptr()
+    a.key_block, a.key_slot, a.key_head = a.value_block, a.value_slot, a.value_head = layer.keys.stride()[:3]
+    a.key_scales, a.value_scales = [scale.data_ptr() for scale in layer.scales] if layer.scales else (None, None)
+    a.scale_block, a.scale_slot, a.scale_head = layer.scale_strides
+    a.heads, a.kv_heads, a.dim, a.value_dim = heads, layer.kv_heads, layer.head_dim, layer.latent or layer.head_dim
+    a.int4, a.scale, a.window, a.attention_chunk = layer.dtype == INT4, scale, window or 0, attention_chunk or 0
 
 
 def _checked_sinks(sinks: torch.Tensor, heads: int) -> torch.Tensor:
@@ -185,10 +195,14 @@ def _within(*ranges: tuple[Int64s, int, int]) -> bool:
     return all(not len(values) or (values.min() >= low and values.max() < high) for values, low, high in ranges)
 
 
-def _check_rotation(rotation: Rotation, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-    for tensor in rotation.cos, rotation.sin:
+def check_rotation(cos: torch.Tensor, sin: torch.Tensor, tokens: int, dim: int, dtype: torch.dtype) -> None:
+    """Raise ValueError if cos and sin are not of RoPE of ``tokens``."""
+    for tensor in cos, sin:
         if (tensor.shape, tensor.dtype) != ((tokens, dim), dtype) or dim % 2 or not tensor.is_contiguous():
             raise ValueError(f"cos and sin are contiguous {dtype} [tokens, head_dim], not {list(tensor.shape)}")
-    norm = rotation.head_norm
-    if norm is not None and ((norm.shape, norm.dtype) != ((heads, dim), dtype) or not norm.is_contiguous()):
+
+
+def check_head_norm(norm: torch.Tensor, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Raise ValueError if a norm is not of so many heads, those of keys included."""
+    if (norm.shape, norm.dtype) != ((heads, dim), dtype) or not norm.is_contiguous():
         raise ValueError(f"head_norm is {dtype} [heads + kv_heads, head_dim], not {list(norm.shape)}")

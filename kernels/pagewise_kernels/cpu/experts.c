@@ -29,7 +29,7 @@ struct experts {
   int64_t *starts, *active, *place;
   // rows [pairs, hidden]: of x first, and then the outputs of the experts. activated [pairs, inner].
   float *rows, *activated, *out;
-  long tokens, top_k, hidden, inner, num_active, next;
+  long tokens, top_k, hidden, inner, num_active, threads, next;
 };
 
 enum { HALF = PANEL / 2 };
@@ -46,10 +46,10 @@ INLINE floats activation_of(floats gate, floats up, struct activation with) {
 // An item is an expert, HALF numbers of gate and as many of up.
 static void activate(void *data) {
   struct experts *a = data;
-  long item, count = pieces(a->inner, HALF), size = a->hidden * PANEL;
-  while ((item = next_item(&a->next)) < a->num_active * count) {
-    long expert = a->active[item / count], first = item % count * HALF, last = a->starts[expert + 1];
-    long columns = a->inner - first < HALF ? a->inner - first : HALF, panel = expert * count + item % count;
+  long count = pieces(a->inner, HALF), size = a->hidden * PANEL;
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+    long expert = a->active[run.item / count], first = run.item % count * HALF, last = a->starts[expert + 1];
+    long columns = a->inner - first < HALF ? a->inner - first : HALF, panel = expert * count + run.item % count;
     for (long pair = a->starts[expert]; pair < last; pair += ROW_BLOCK) {
       float both[ROW_BLOCK * PANEL];
       long rows = last - pair < ROW_BLOCK ? last - pair : ROW_BLOCK;
@@ -68,11 +68,11 @@ static void activate(void *data) {
 // An item is an expert and PANEL numbers of its output.
 static void project(void *data) {
   struct experts *a = data;
-  long item, count = pieces(a->hidden, PANEL);
-  while ((item = next_item(&a->next)) < a->num_active * count) {
-    long expert = a->active[item / count], first = item % count * PANEL, last = a->starts[expert + 1];
+  long count = pieces(a->hidden, PANEL);
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+    long expert = a->active[run.item / count], first = run.item % count * PANEL, last = a->starts[expert + 1];
     long columns = a->hidden - first < PANEL ? a->hidden - first : PANEL;
-    const float *panel = a->down + (expert * count + item % count) * a->inner * PANEL;
+    const float *panel = a->down + (expert * count + run.item % count) * a->inner * PANEL;
     const float *bias = a->down_bias ? a->down_bias + expert * a->hidden + first : 0;
     for (long pair = a->starts[expert]; pair < last; pair += ROW_BLOCK) {
       long rows = last - pair < ROW_BLOCK ? last - pair : ROW_BLOCK;
@@ -101,9 +101,9 @@ static void add_up(void *data) {
 // Below so many products of a phase, waking a thread costs more than it saves.
 enum { ALONE_EXPERTS = 1 << 19 };
 
-static void run_phase(struct experts *a, void (*phase)(void *), long products, long threads) {
+static void run_phase(struct experts *a, void (*phase)(void *), long products) {
   a->next = 0;
-  run_team(products < ALONE_EXPERTS ? 1 : threads, phase, a);
+  run_team(products < ALONE_EXPERTS ? 1 : a->threads, phase, a);
 }
 
 // chosen [tokens, top_k]: numbers of experts. scratch: int64 [2 * experts + 1 + pairs], then float [pairs * (hidden +
@@ -116,7 +116,7 @@ EXPORT int pagewise_experts(const float *x, long x_stride, const float *gate_up,
   int64_t *starts = scratch, *active = starts + num_experts + 1, *place = active + num_experts;
   float *rows = (float *)(place + pairs), *activated = rows + pairs * hidden;
   struct experts a = {x, gate_up, down, weights, gate_up_bias, down_bias, {alpha, shift, limit}, starts, active, place,
-                      rows, activated, out, tokens, top_k, hidden, inner, 0, 0};
+                      rows, activated, out, tokens, top_k, hidden, inner, 0, threads, 0};
   memset(starts, 0, (num_experts + 1) * sizeof(int64_t));
   for (long i = 0; i < pairs; i++) {
     if (chosen[i] < 0 || chosen[i] >= num_experts) return -1;
@@ -133,9 +133,9 @@ EXPORT int pagewise_experts(const float *x, long x_stride, const float *gate_up,
   // Each start has moved to that of the next expert.
   memmove(starts + 1, starts, num_experts * sizeof(int64_t));
   starts[0] = 0;
-  run_phase(&a, activate, pairs * 2 * inner * hidden, threads);
-  run_phase(&a, project, pairs * inner * hidden, threads);
-  run_phase(&a, add_up, pairs * hidden, threads);
+  run_phase(&a, activate, pairs * 2 * inner * hidden);
+  run_phase(&a, project, pairs * inner * hidden);
+  run_phase(&a, add_up, pairs * hidden);
   return 0;
 }
 

@@ -10,8 +10,6 @@
 #include <arm_neon.h>
 #endif
 
-enum { MOST_GROUP = 128 };
-
 INLINE words load_words(const uint32_t *p) {
   words x;
   memcpy(&x, p, sizeof(x));

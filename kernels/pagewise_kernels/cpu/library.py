@@ -64,6 +64,10 @@ FUNCTIONS = {
     "pagewise_linear_grouped": [
         _POINTER, _LONG, *[_POINTER] * 10, *[_LONG] * 9
     ],
+    "pagewise_half_layer_scratch": [_POINTER, _LONG],
+    "pagewise_attention_half": [*[_POINTER] * 9, _LONG, _LONG],
+    "pagewise_mlp_half": [*[_POINTER] * 5, _LONG, _LONG],
+    "pagewise_sizeof_half_layer": [],
     "pagewise_sizeof_attention": [],
     "pagewise_attend": [_POINTER],
     "pagewise_sizeof_recurrence": [],
@@ -103,6 +107,21 @@ class AttentionArguments(ctypes.Structure):
         (_POINTER, "sinks"),
         (_LONG, "threads"),
     )
+
+
+class WeightArguments(ctypes.Structure):
+    """``struct weight`` of layer.c: a linear layer of any kind."""
+
+    _fields_ = (
+        ("kind", _LONG), ("ins", _LONG), ("outs", _LONG), ("parts", _POINTER * 6), ("numbers", _LONG * 5),
+        ("factor", ctypes.c_float),
+    )  # fmt: skip
+
+
+class HalfLayerArguments(ctypes.Structure):
+    """``struct half_layer`` of layer.c: a norm and the linear layers of attention or of a gated MLP."""
+
+    _fields_ = (("norm", _POINTER), ("eps", ctypes.c_float), ("first", WeightArguments), ("second", WeightArguments))
 
 
 class RecurrenceArguments(ctypes.Structure):
@@ -189,7 +208,9 @@ def _open(path: Path) -> Library:
             getattr(library, name).argtypes = argtypes
         except AttributeError:
             raise LibraryMissingError(f"{path} is of another version, without {name}; {_REMEDY}") from None
-    structures = {"attention": AttentionArguments, "recurrence": RecurrenceArguments}
+    structures = {
+        "attention": AttentionArguments, "half_layer": HalfLayerArguments, "recurrence": RecurrenceArguments,
+    }  # fmt: skip
     for name, arguments in structures.items():
         size, expected = getattr(library, f"pagewise_sizeof_{name}")(), ctypes.sizeof(arguments)
         if size != expected:  # it would read and write past the structure

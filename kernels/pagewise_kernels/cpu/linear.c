@@ -10,16 +10,16 @@
 struct linear {
   const float *x, *packed, *bias;
   float *out;
-  long rows, in, outs, x_stride, next;
+  long rows, in, outs, x_stride, threads, next;
 };
 
 // An item is ROW_BLOCK rows times one panel.
 static void compute_blocks(void *data) {
   struct linear *a = data;
-  long panels = (a->outs + PANEL - 1) / PANEL, blocks = (a->rows + ROW_BLOCK - 1) / ROW_BLOCK, item;
-  while ((item = next_item(&a->next)) < panels * blocks) {
-    long row = item / panels * ROW_BLOCK, rows = a->rows - row < ROW_BLOCK ? a->rows - row : ROW_BLOCK;
-    long first = item % panels * PANEL, count = a->outs - first < PANEL ? a->outs - first : PANEL;
+  long panels = (a->outs + PANEL - 1) / PANEL, blocks = (a->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+  for (struct run run = {0, 0}; has_item(&run, &a->next, panels * blocks, a->threads); run.item++) {
+    long row = run.item / panels * ROW_BLOCK, rows = a->rows - row < ROW_BLOCK ? a->rows - row : ROW_BLOCK;
+    long first = run.item % panels * PANEL, count = a->outs - first < PANEL ? a->outs - first : PANEL;
     rows_by_panel(rows, count, a->in, a->x + row * a->x_stride, a->x_stride, a->packed + first * a->in,
                   a->bias ? a->bias + first : 0, a->out + row * a->outs + first, a->outs);
   }
@@ -30,7 +30,7 @@ enum { ALONE_LINEAR = 1 << 19 };
 
 EXPORT void pagewise_linear(const float *x, long x_stride, const float *packed, const float *bias, float *out, long rows,
                             long in, long outs, long threads) {
-  struct linear a = {x, packed, bias, out, rows, in, outs, x_stride, 0};
+  struct linear a = {x, packed, bias, out, rows, in, outs, x_stride, threads, 0};
   run_team(rows * in * outs < ALONE_LINEAR ? 1 : threads, compute_blocks, &a);
 }
 

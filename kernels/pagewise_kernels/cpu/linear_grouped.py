@@ -2,7 +2,7 @@
 
 import torch
 
-from pagewise_kernels.cpu.library import empty, load_library, threads
+from pagewise_kernels.cpu.library import WeightArguments, empty, load_library, threads
 from pagewise_kernels.cpu.operations import check_input, in_panels
 
 GROUPS = (16, 32)
@@ -12,12 +12,12 @@ GROUPS = (16, 32)
 class GroupedWeight:
     """The weight [outs, ins] and the bias [outs] of a linear layer, in the layout that the product reads.
 
-    A weight is (code - ``zero``) · scale · step - least · least step. ``codes`` uint8 [outs, ins]: of ``bits`` 4 or 8.
-    ``scales`` and ``leasts`` float16 [outs, spans]. ``steps``, ``least_steps`` int8 [outs, groups]: each for 16 or 32
-    neighbouring inputs; None: they are one, and the spans are the groups. ``leasts`` None: they are zero.
+    A weight is (code - ``zero``) · scale · step, or code · scale · step - least · least step. ``codes`` uint8
+    [outs, ins]: of ``bits`` 4 or 8. ``scales`` and ``leasts`` float16 [outs, spans]. ``steps``, ``least_steps`` int8
+    [outs, groups]: each for 16 or 32 neighbouring inputs; None: they are one, and the spans are the groups.
 
     Raises:
-        ValueError: shapes do not fit. TypeError: types do not fit.
+        ValueError: shapes do not fit, or there are leasts and a zero. TypeError: types do not fit.
     """
 
     def __init__(
@@ -37,6 +37,8 @@ class GroupedWeight:
         self._groups = spans if steps is None else steps.shape[1]
         self.group, self._span = self.ins // max(1, self._groups), self._groups // max(1, spans)
         self._check(codes, bits, scales, steps, leasts, least_steps)
+        if leasts is not None and zero:
+            raise ValueError(f"weights with leasts have codes from zero on, not from {zero}")
         self.bits, self._zero = bits, zero
         self.packed = in_panels(_words(codes, bits))
         small = [None if part is None else in_panels(part.view(torch.int8)) for part in (steps, least_steps)]
@@ -64,6 +66,13 @@ class GroupedWeight:
         """The memory of codes, scales and steps."""
         parts = (self.packed, self.scales, self.steps, self.leasts, self.least_steps)
         return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def arguments(self) -> WeightArguments:
+        """This weight as an argument of ``pagewise_kernels.cpu.layer``."""
+        return WeightArguments(
+            3, self.ins, self.outs, tuple(self._pointers), (self._groups, self.group, self._span, self.bits, self._zero)
+        )
 
     def linear(self, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].

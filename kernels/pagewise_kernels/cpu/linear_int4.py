@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagewise_kernels.cpu.library import empty, load_library, threads
+from pagewise_kernels.cpu.library import WeightArguments, empty, load_library, threads
 from pagewise_kernels.cpu.operations import check_input, in_panels
 from pagewise_kernels.input_slots import slots_of
 
@@ -77,6 +77,13 @@ class Int4Weight:
     def num_bytes(self) -> int:
         """The memory of codes, scales and zeros."""
         return sum(part.nbytes for part in (self.packed, self.scales, self.zeros) if part is not None)
+
+    @property
+    def arguments(self) -> WeightArguments:
+        """This weight as an argument of ``pagewise_kernels.cpu.layer``."""
+        return WeightArguments(
+            2, self.ins, self.outs, tuple(self._pointers), (self._groups, self.group, self._e2m1), self._factor
+        )
 
     def linear(self, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].

@@ -31,7 +31,7 @@ struct linear_int8 {
   float *out;
   uint8_t *inputs;
   float *row_scales;
-  long rows, in, outs, x_stride, groups, next;
+  long rows, in, outs, x_stride, groups, threads, next;
 };
 
 // What is no number, or is infinite, makes the scale so, and with it the whole result of the row.
@@ -116,10 +116,10 @@ enum { ROW_BLOCK = 96 };
 
 static void compute_blocks(void *data) {
   struct linear_int8 *a = data;
-  long panels = (a->outs + PANEL - 1) / PANEL, blocks = (a->rows + ROW_BLOCK - 1) / ROW_BLOCK, item;
-  while ((item = next_item(&a->next)) < panels * blocks) {
-    long row = item / panels * ROW_BLOCK, end = row + ROW_BLOCK < a->rows ? row + ROW_BLOCK : a->rows;
-    long first = item % panels * PANEL;
+  long panels = (a->outs + PANEL - 1) / PANEL, blocks = (a->rows + ROW_BLOCK - 1) / ROW_BLOCK;
+  for (struct run run = {0, 0}; has_item(&run, &a->next, panels * blocks, a->threads); run.item++) {
+    long row = run.item / panels * ROW_BLOCK, end = row + ROW_BLOCK < a->rows ? row + ROW_BLOCK : a->rows;
+    long first = run.item % panels * PANEL;
     for (; row + MR <= end; row += MR) compute_rows(a, MR, row, first);
     for (; row + 2 <= end; row += 2) compute_rows(a, 2, row, first);
     if (row < end) compute_rows(a, 1, row, first);
@@ -139,7 +139,7 @@ EXPORT void pagewise_linear_int8(const float *x, long x_stride, const int8_t *pa
                                  const int32_t *offsets, const float *bias, float *out, uint8_t *inputs,
                                  float *row_scales, long rows, long in, long outs, long threads) {
   struct linear_int8 a = {x, packed, scales, offsets, bias, out, inputs, row_scales, rows, in, outs, x_stride,
-                          (in + GROUP - 1) / GROUP, 0};
+                          (in + GROUP - 1) / GROUP, threads, 0};
   run_team(rows * in < ALONE_INPUTS ? 1 : threads, quantise_rows, &a);
   a.next = 0;
   run_team(rows * in * outs < ALONE_PRODUCTS ? 1 : threads, compute_blocks, &a);

@@ -3,7 +3,7 @@
 import torch
 
 from pagewise_kernels.cpu import huge_pages
-from pagewise_kernels.cpu.library import empty, load_library, threads
+from pagewise_kernels.cpu.library import WeightArguments, empty, load_library, threads
 from pagewise_kernels.cpu.operations import check_input
 
 MAX_INPUTS = 65_536
@@ -78,6 +78,11 @@ class Int8Weight:
     @staticmethod
     def _offset(padded: torch.Tensor, offsets: torch.Tensor) -> None:
         offsets.copy_(padded.sum(dim=1, dtype=torch.int32) * 128)
+
+    @property
+    def arguments(self) -> WeightArguments:
+        """This weight as an argument of ``pagewise_kernels.cpu.layer``."""
+        return WeightArguments(1, self.ins, self.outs, tuple(self._pointers), (self._groups, self._group))
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].

@@ -28,7 +28,7 @@ struct mxfp4 {
   const float *x;
   float *activated, *out;
   float limit, alpha;
-  long num_active, hidden, inner, next;
+  long num_active, hidden, inner, threads, next;
 };
 
 // The numbers that the lowest four bits of each word stand for.
@@ -129,9 +129,9 @@ static long panels(long columns) { return (columns + PANEL - 1) / PANEL; }
 // An item is an expert and PANEL numbers of gate and of up.
 static void activate(void *data) {
   struct mxfp4 *a = data;
-  long item, count = panels(a->inner);
-  while ((item = next_item(&a->next)) < a->num_active * count) {
-    long at = item / count, panel = item % count, first = panel * PANEL, last = a->starts[at + 1];
+  long count = panels(a->inner);
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+    long at = run.item / count, panel = run.item % count, first = panel * PANEL, last = a->starts[at + 1];
     long expert = a->active[at], columns = a->inner - first < PANEL ? a->inner - first : PANEL;
     const float *bias = a->gate_up.bias + expert * 2 * a->inner + first;
     for (long row = a->starts[at]; row < last; row += ROW_BLOCK) {
@@ -154,9 +154,9 @@ static void activate(void *data) {
 // An item is an expert and PANEL numbers of its output.
 static void project(void *data) {
   struct mxfp4 *a = data;
-  long item, count = panels(a->hidden);
-  while ((item = next_item(&a->next)) < a->num_active * count) {
-    long at = item / count, panel = item % count, first = panel * PANEL, last = a->starts[at + 1];
+  long count = panels(a->hidden);
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+    long at = run.item / count, panel = run.item % count, first = panel * PANEL, last = a->starts[at + 1];
     long expert = a->active[at], columns = a->hidden - first < PANEL ? a->hidden - first : PANEL;
     const float *bias = a->down.bias + expert * a->hidden + first;
     for (long row = a->starts[at]; row < last; row += ROW_BLOCK) {
@@ -183,7 +183,7 @@ EXPORT void pagewise_mxfp4_experts(const float *x, const int64_t *active, const 
                                    float limit, float alpha, float *activated, float *out, long num_active, long hidden,
                                    long inner, long threads) {
   struct mxfp4 a = {{gate_up, gate_up_scales, gate_up_bias}, {down, down_scales, down_bias}, active, starts, x,
-                    activated, out, limit, alpha, num_active, hidden, inner, 0};
+                    activated, out, limit, alpha, num_active, hidden, inner, threads, 0};
   long products = starts[num_active] * hidden * inner;
   run_team(2 * products < ALONE_MXFP4 ? 1 : threads, activate, &a);
   a.next = 0;

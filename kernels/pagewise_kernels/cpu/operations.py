@@ -3,7 +3,7 @@
 import torch
 
 from pagewise_kernels.cpu import huge_pages
-from pagewise_kernels.cpu.library import empty, load_library, threads
+from pagewise_kernels.cpu.library import WeightArguments, empty, load_library, threads
 
 TYPES = (torch.float32, torch.bfloat16)
 
@@ -87,6 +87,11 @@ class PackedWeight:
         self.outs, self.ins = weight.shape
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.pointers = self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
+
+    @property
+    def arguments(self) -> WeightArguments:
+        """This weight as an argument of ``pagewise_kernels.cpu.layer``."""
+        return WeightArguments(0, self.ins, self.outs, self.pointers)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].

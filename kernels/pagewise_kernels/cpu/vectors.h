@@ -144,3 +144,23 @@ void run_team(long threads, void (*body)(void *), void *data);
 
 // The next piece of work, for whichever thread asks.
 INLINE long next_item(long *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+// Neighbouring pieces of work, item up to end, of which a thread does one after the other.
+struct run {
+  long item, end;
+};
+
+// Whether a thread has a piece of work: the next one of its run, or else of a new run, which has the share of one of
+// ``threads`` in what is left of ``count`` pieces. So a thread reads most of its weights in order, as the processor
+// expects when it fetches ahead, and the last runs are short.
+INLINE int has_item(struct run *run, long *next, long count, long threads) {
+  if (run->item < run->end) return 1;
+  long taken;
+  run->item = __atomic_load_n(next, __ATOMIC_RELAXED);
+  do {
+    if (run->item >= count) return 0;
+    taken = (count - run->item + threads - 1) / threads;
+  } while (!__atomic_compare_exchange_n(next, &run->item, run->item + taken, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  run->end = run->item + taken;
+  return 1;
+}

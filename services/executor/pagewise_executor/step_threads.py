@@ -9,7 +9,7 @@ it, which compute the same sequences.
 import contextlib
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -55,15 +55,8 @@ class StepThreads:
 
     def __init__(self, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._most, self._clock = most, clock
-        self._sizes: dict[int, _Size] = {}  # by the bits of their number of tokens
+        self._sizes: defaultdict[int, _Size] = defaultdict(_Size)  # by the bits of their number of tokens
         self._last = (0, 0, 0.0)  # tokens, threads and seconds of the last step
-
-    def _size(self, bits: int) -> _Size:
-        """Return the measurements of a size. A new one begins with the choice of the next smaller one."""
-        if bits not in self._sizes:
-            smaller = max((own for own in self._sizes if own < bits), default=bits)
-            self._sizes[bits] = _Size(alone=smaller != bits and self._sizes[smaller].alone)
-        return self._sizes[bits]
 
     @contextlib.contextmanager
     def step(self, tokens: int) -> Iterator[None]:
@@ -71,9 +64,11 @@ class StepThreads:
         if self._most == 1:
             yield
             return
-        threads, size = self._most, self._size(tokens.bit_length())
-        if tokens <= _MOST_TOKENS and size.alone != size.tries():
-            threads = 1
+        size, alone = self._sizes[tokens.bit_length()], False
+        if tokens <= _MOST_TOKENS:
+            # A trial behind a step of another size, such as that of a prompt, would be compared with none.
+            alone = size.alone != (tokens == self._last[0] and size.tries())
+        threads = 1 if alone else self._most
         torch.set_num_threads(threads)
         began = self._clock()
         try:

@@ -1,6 +1,5 @@
 """Checkpoints in four bits: unpacked weights, layers, tokens of whole models, parts of ranks, and refusals."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from pagewise_executor.models.packed_linear import Int4Linear
 from pagewise_executor.models.quantised_checkpoint import QuantisedCheckpoint, read_quantisation
 from pagewise_executor.models.quantised_families import Experts
 from pagewise_executor.models.quantised_linear import JoinedLinear, TritonQuantisedLinear, make_fast
-from pagewise_kernels.cpu.linear_int4 import Int4Weight
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
+from tests.executor.exact_inputs import keep_inputs_exact
 from tests.four_bit_checkpoints import FORMS, FourBits, build_four_bits, quantised
 from tests.model_builders import FUSED, build_model, spoil_weights
 from tests.quantised_checkpoints import PROMPTS, check_served, edit_config
@@ -93,7 +92,7 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(
     need_cpu_kernels()
     model: Any = build_four_bits(FORMS[name], tmp_path, "qwen3", **SHAPE | {"num_hidden_layers": 2})
     check_served(tmp_path, model)
-    monkeypatch.setattr(Int4Weight, "linear", functools.partialmethod(Int4Weight.linear, exact=True))
+    keep_inputs_exact(monkeypatch)
     runner = ModelRunner(ExecutorConfig(model=str(tmp_path), device="cpu", num_blocks=64, profile=False))
     asked = [request(prompt, 12, f"r{n}") for n, prompt in enumerate(PROMPTS)]
     run_requests(runner, asked, max_num_batched_tokens=24)
@@ -107,7 +106,7 @@ def test_weights_in_nvfp4_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     need_cpu_kernels()
     model = build_four_bits(FORMS["nvfp4"], tmp_path, "qwen3", **SHAPE)
     check_served(tmp_path, model)
-    monkeypatch.setattr(Int4Weight, "linear", functools.partialmethod(Int4Weight.linear, exact=True))
+    keep_inputs_exact(monkeypatch)
     check_served(tmp_path, model, within=1e-3)
 
 

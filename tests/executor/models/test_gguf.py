@@ -1,6 +1,5 @@
 """GGUF files: weights of each format, layers, tokens of whole models, parts of ranks, and sizes."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -26,13 +25,13 @@ from pagewise_executor.sizing import sizing
 from pagewise_kernels.cpu.int4_experts import Int4Experts
 from pagewise_kernels.cpu.linear_experts import LinearExperts
 from pagewise_kernels.cpu.linear_grouped import GroupedWeight
-from pagewise_kernels.cpu.linear_int4 import Int4Weight
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.gguf_model import make_folder
 
 from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import request, run_requests
+from tests.executor.exact_inputs import keep_inputs_exact
 from tests.gguf_models import EXPERTS, GEMMA, build_gguf, quantise, round_weights
 from tests.quantised_checkpoints import PROMPTS, check_served
 
@@ -138,8 +137,7 @@ def test_greedy_tokens_are_those_of_transformers(
     build_gguf(file, family, kind, **settings)
     theirs = loaded_by_transformers(file)
     check_served(file, theirs, within=0.15)
-    for weight in (GroupedWeight, Int4Weight):
-        monkeypatch.setattr(weight, "linear", functools.partialmethod(weight.linear, exact=True))
+    keep_inputs_exact(monkeypatch)
     runner = ModelRunner(ExecutorConfig(model=str(file), device="cpu", num_blocks=64, profile=False))
     asked = [request(prompt, 12, f"r{n}") for n, prompt in enumerate(PROMPTS)]
     run_requests(runner, asked, max_num_batched_tokens=24)
@@ -185,8 +183,7 @@ def test_mixtures_compute_what_the_file_says(
     theirs = build_gguf(file, family, kind, **EXPERTS[family])
     round_weights(theirs, kind)
     check_served(file, theirs, within=0.15)
-    for weight in (GroupedWeight, Int4Weight):
-        monkeypatch.setattr(weight, "linear", functools.partialmethod(weight.linear, exact=True))
+    keep_inputs_exact(monkeypatch)
     loaded = load(file)
     experts = loaded.model.model.layers[1].mlp.experts  # type: ignore[union-attr, index]
     assert not loaded.fallback
@@ -203,8 +200,7 @@ def test_mixtures_compute_what_the_file_says(
 
 def test_each_rank_computes_its_part_of_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_cpu_kernels()
-    for weight in (GroupedWeight, Int4Weight):
-        monkeypatch.setattr(weight, "linear", functools.partialmethod(weight.linear, exact=True))
+    keep_inputs_exact(monkeypatch)
     file = tmp_path / "m.gguf"
     theirs = build_gguf(file, "mixtral", medium_experts, num_hidden_layers=1, **EXPERTS["mixtral"])
     round_weights(theirs, medium_experts)

@@ -13,7 +13,7 @@ class CpuStepAttention:
     """The attention of one step."""
 
     def __init__(self, step: CpuStep) -> None:
-        self._step = step
+        self.step = step
 
     def attend(
         self, layer: PagedLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
@@ -23,7 +23,7 @@ class CpuStepAttention:
         """Attend, see ``StepAttention.attend``. With ``rotation``, queries and keys have norm and rotation before, and
         ``q`` is changed in place."""
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        return self._step.attend(
+        return self.step.attend(
             q, k, v, layer, scale=scale, window=window, softcap=softcap, rotation=rotation, sinks=sinks,
             attention_chunk=layer.attention_chunk, write=layer.writes_kv,
         )  # fmt: skip

@@ -140,13 +140,9 @@ class FusedDecoderLayer(nn.Module):
 
         ``added``: the output of the layer before, which this layer adds to ``residual`` in place; None: there is none.
         """
-        compute, before, after = self.operations, self.norm_before_attention, self.norm_before_mlp
         x, base = (residual, None) if added is None else (added, residual)
-        attended = self.attention(compute.norm_for(self.qkv, x, base, before.weight, before.eps), rotation)
-        if self.mlp is not None:
-            # Summed over the ranks by itself.
-            return compute.mix(self.mlp, attended, residual, after.weight, after.eps)
-        return self.feed_forward(compute.norm_for(self.gate_up, attended, residual, after.weight, after.eps))
+        attended = self.operations.attention(self, x, base, rotation)
+        return self.operations.feed_forward(self, attended, residual)
 
     def attention(self, x: Rows, rotation: Rotation) -> torch.Tensor:
         """Return the output [tokens, hidden] of attention for normalised rows."""

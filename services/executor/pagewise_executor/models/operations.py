@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from pagewise_executor.attention.backend import AttentionShape, PagedLayer
-from pagewise_executor.models.cpu_mixtures import CpuMixture
 from pagewise_executor.models.quantised_linear import ScaledMMLinear
 from pagewise_executor.models.skinny_linear import RoundedRows, Rows, SkinnyLinear
 
 if TYPE_CHECKING:
-    from pagewise_executor.attention.cpu_attention import CpuStepAttention
+    from pagewise_executor.models.fused import FusedDecoderLayer
 
 _POSITIONS_AT_ONCE = 8192
 """The most positions whose angles are computed at once, in float32."""
@@ -67,6 +66,20 @@ class Operations:
     ) -> Rows:
         """Return the result of ``rms_norm`` in the form that the linear layer ``reader`` takes best."""
         return self.rms_norm(x, weight, eps, residual)
+
+    def attention(
+        self, layer: "FusedDecoderLayer", x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
+    ) -> torch.Tensor:
+        """Return the output [tokens, hidden] of the attention of a layer for the norm of x, as ``rms_norm`` has it."""
+        norm = layer.norm_before_attention
+        return layer.attention(self.norm_for(layer.qkv, x, residual, norm.weight, norm.eps), rotation)
+
+    def feed_forward(self, layer: "FusedDecoderLayer", x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return the output [tokens, hidden] of the MLP of a layer for the norm of x + residual."""
+        norm = layer.norm_before_mlp
+        if layer.mlp is not None:
+            return self.mix(layer.mlp, x, residual, norm.weight, norm.eps)
+        return layer.feed_forward(self.norm_for(layer.gate_up, x, residual, norm.weight, norm.eps))
 
     def mix(
         self, mixture: nn.Module, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -162,71 +175,6 @@ class TritonOperations(Operations):
             eps=eps,
         )  # fmt: skip
         return step.attend_written(layer, qkv[:, : shape.heads], shape.scale, shape.window)
-
-
-class CpuOperations(Operations):
-    """The operations in C, each in one pass over the data."""
-
-    def __init__(self) -> None:
-        from pagewise_kernels.cpu import attention, operations
-
-        self._rms_norm, self._silu_mul, self._rotation = operations.rms_norm, operations.silu_mul, attention.Rotation
-
-    def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
-        """Return a function from positions to their rotation, which it looks up in a table of all positions so far."""
-        return _Rotations(angles, max_model_len)
-
-    def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
-        """Return silu(gate) · up."""
-        return self._silu_mul(gate_up(x))
-
-    def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the RMSNorm of x [tokens, size], or of x + residual, which ``residual`` holds afterwards."""
-        return self._rms_norm(x, weight, eps, residual)
-
-    def mix(
-        self, mixture: nn.Module, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """Return the output of a mixture; norm, router and experts are one operation where it is a ``CpuMixture``."""
-        if isinstance(mixture, CpuMixture):
-            return mixture.mixture.sums(x, weight, eps, residual)
-        return super().mix(mixture, x, residual, weight, eps)
-
-    def attend(
-        self,
-        layer: PagedLayer,
-        qkv: torch.Tensor,
-        shape: AttentionShape,
-        rotation: Rotation,
-        head_norm: HeadNorm | None,
-    ) -> torch.Tensor:
-        """Attend by the operation that also normalises the heads and rotates."""
-        step: CpuStepAttention = layer.forward_context.step  # type: ignore[assignment]
-        q, k, v = qkv.split_with_sizes((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-        weight, eps = head_norm if head_norm is not None else (None, 0.0)
-        turned = self._rotation(rotation.cos, rotation.sin, weight, eps)
-        return step.attend(layer, q, k, v, shape.scale, shape.window, rotation=turned)
-
-
-class _Rotations:
-    """The rotations of a model's steps on the CPU, from tables that double when a position is beyond them.
-
-    They are smaller than the K and V of the longest sequence by the number of heads and layers.
-    """
-
-    def __init__(self, angles: Angles, max_model_len: int) -> None:
-        self._angles, self._most = angles, max_model_len
-        self._cos, self._sin = angles(torch.zeros(1, dtype=torch.int64))
-
-    def __call__(self, positions: torch.Tensor) -> Rotation:
-        """Return the rotation of positions int64 [tokens]."""
-        largest = int(positions.max())
-        if largest >= len(self._cos):
-            size = min(self._most, 1 << largest.bit_length())
-            self._cos, self._sin = self._angles(torch.arange(size))
-        return Rotation(self._cos[positions], self._sin[positions])
 
 
 def _rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -19,13 +19,14 @@ from pagewise_executor.attention.registry import Kernels
 from pagewise_executor.collectives import ALONE, Ranks
 from pagewise_executor.models.calibration import Calibration
 from pagewise_executor.models.cpu_mixtures import pack_mixtures
+from pagewise_executor.models.cpu_operations import CpuOperations
 from pagewise_executor.models.few_rows import make_skinny
 from pagewise_executor.models.four_bit_experts import pack_four_bit_experts, quantise_experts
 from pagewise_executor.models.four_bit_weight import Rounding, round_alone
 from pagewise_executor.models.fused import FusedDecoderLayer, fuse_decoder, fuse_layers, sum_of_one
 from pagewise_executor.models.grouped_experts import make_grouped
 from pagewise_executor.models.mxfp4_experts import make_mxfp4_fast
-from pagewise_executor.models.operations import CpuOperations, Operations, TritonOperations
+from pagewise_executor.models.operations import Operations, TritonOperations
 from pagewise_executor.models.packed_linear import is_layer, pack_linears, quantisation_of
 from pagewise_executor.models.quantised_linear import make_fast, quantise_in_four_bits, quantise_linears, report
 from pagewise_executor.models.quantised_weight import FP8

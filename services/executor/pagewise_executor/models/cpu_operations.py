@@ -1,0 +1,141 @@
+"""The small operations of a fused decoder layer in C, for the CPU."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pagewise_executor.attention.backend import AttentionShape, PagedLayer
+from pagewise_executor.models.cpu_mixtures import CpuMixture
+from pagewise_executor.models.fused import FusedDecoderLayer, NormWeight, sum_of_one
+from pagewise_executor.models.operations import Angles, HeadNorm, Operations, Rotation
+from pagewise_executor.models.packed_linear import CpuLinear
+from pagewise_executor.models.skinny_linear import Rows
+
+if TYPE_CHECKING:
+    from pagewise_kernels.cpu.layer import AttentionHalf, MlpHalf, PackedLinear
+
+    from pagewise_executor.attention.cpu_attention import CpuStepAttention
+
+
+class CpuOperations(Operations):
+    """The operations in C, each in one pass over the data."""
+
+    def __init__(self) -> None:
+        from pagewise_kernels.cpu import attention, operations
+
+        self._rms_norm, self._silu_mul, self._rotation = operations.rms_norm, operations.silu_mul, attention.Rotation
+        # By the first linear layer of each half of a layer; None: its linear layers are not all packed.
+        self._attention: dict[nn.Module, AttentionHalf | None] = {}
+        self._mlp: dict[nn.Module, MlpHalf | None] = {}
+
+    def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
+        """Return a function from positions to their rotation, which it looks up in a table of all positions so far."""
+        return _Rotations(angles, max_model_len)
+
+    def gated(self, gate_up: nn.Module, x: Rows) -> torch.Tensor:
+        """Return silu(gate) · up."""
+        return self._silu_mul(gate_up(x))
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the RMSNorm of x [tokens, size], or of x + residual, which ``residual`` holds afterwards."""
+        return self._rms_norm(x, weight, eps, residual)
+
+    def attention(
+        self, layer: FusedDecoderLayer, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
+    ) -> torch.Tensor:
+        """Return the output of the attention of a layer, by one call where the linear layers are packed."""
+        qkv = layer.qkv
+        paged: PagedLayer = layer.self_attn.paged_layer  # type: ignore[assignment]
+        half = self._attention.get(qkv)
+        if qkv not in self._attention or (half is not None and half.layer is not paged):  # a new pool has new layers
+            half = self._attention[qkv] = _attention_half(layer, paged)
+        if half is None:
+            return super().attention(layer, x, residual, rotation)
+        step: CpuStepAttention = paged.forward_context.step  # type: ignore[assignment]
+        return half.compute(step.step, x, residual, rotation.cos, rotation.sin)
+
+    def feed_forward(self, layer: FusedDecoderLayer, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return the output of the MLP of a layer, by one call where the linear layers are packed."""
+        if layer.mlp is not None:
+            return super().feed_forward(layer, x, residual)
+        gate_up = layer.gate_up
+        if gate_up not in self._mlp:
+            self._mlp[gate_up] = _mlp_half(layer)
+        half = self._mlp[gate_up]
+        return super().feed_forward(layer, x, residual) if half is None else half.compute(x, residual)
+
+    def mix(
+        self, mixture: nn.Module, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Return the output of a mixture; norm, router and experts are one operation where it is a ``CpuMixture``."""
+        if isinstance(mixture, CpuMixture):
+            return mixture.mixture.sums(x, weight, eps, residual)
+        return super().mix(mixture, x, residual, weight, eps)
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        qkv: torch.Tensor,
+        shape: AttentionShape,
+        rotation: Rotation,
+        head_norm: HeadNorm | None,
+    ) -> torch.Tensor:
+        """Attend by the operation that also normalises the heads and rotates."""
+        step: CpuStepAttention = layer.forward_context.step  # type: ignore[assignment]
+        q, k, v = qkv.split_with_sizes((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
+        weight, eps = head_norm if head_norm is not None else (None, 0.0)
+        turned = self._rotation(rotation.cos, rotation.sin, weight, eps)
+        return step.attend(layer, q, k, v, shape.scale, shape.window, rotation=turned)
+
+
+def _attention_half(layer: FusedDecoderLayer, paged: PagedLayer) -> "AttentionHalf | None":
+    """Return the attention of a layer as one operation; None: ranks, adapters or other types are between its parts."""
+    from pagewise_kernels.cpu import layer as halves
+
+    before, head_norm = layer.norm_before_attention, layer.head_norm
+    packed = _packed(layer, before, layer.qkv, layer.out)
+    if not packed or paged.attention_chunk is not None or paged.scale_queries is not None or not paged.writes_kv:
+        return None
+    return halves.AttentionHalf(
+        halves.Norm(before.weight, before.eps), packed[0], packed[1], layer.shape.heads, paged, layer.shape.scale,
+        layer.shape.window, None if head_norm is None else halves.Norm(*head_norm),
+    )  # fmt: skip
+
+
+def _mlp_half(layer: FusedDecoderLayer) -> "MlpHalf | None":
+    """Return the MLP of a layer as one operation; None: ranks, adapters or other types are between its parts."""
+    from pagewise_kernels.cpu import layer as halves
+
+    before = layer.norm_before_mlp
+    packed = _packed(layer, before, layer.gate_up, layer.down)
+    return halves.MlpHalf(halves.Norm(before.weight, before.eps), packed[0], packed[1]) if packed else None
+
+
+def _packed(layer: FusedDecoderLayer, norm: NormWeight, *linears: nn.Module) -> "list[PackedLinear]":
+    """Return the weights of linear layers that one operation may compute with all between them; none if it may not."""
+    packed: list[PackedLinear] = [linear.packed for linear in linears if isinstance(linear, CpuLinear)]
+    plain = norm.weight.dtype == torch.float32 and layer.reduce is sum_of_one
+    return packed if plain and len(packed) == len(linears) else []
+
+
+class _Rotations:
+    """The rotations of a model's steps on the CPU, from tables that double when a position is beyond them.
+
+    They are smaller than the K and V of the longest sequence by the number of heads and layers.
+    """
+
+    def __init__(self, angles: Angles, max_model_len: int) -> None:
+        self._angles, self._most = angles, max_model_len
+        self._cos, self._sin = angles(torch.zeros(1, dtype=torch.int64))
+
+    def __call__(self, positions: torch.Tensor) -> Rotation:
+        """Return the rotation of positions int64 [tokens]."""
+        largest = int(positions.max())
+        if largest >= len(self._cos):
+            size = min(self._most, 1 << largest.bit_length())
+            self._cos, self._sin = self._angles(torch.arange(size))
+        return Rotation(self._cos[positions], self._sin[positions])
