@@ -94,7 +94,7 @@ class GroupedWeight:
 
 
 def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes of neighbouring inputs in words, int32 [outs, ins · bits / 32]; see ``linear_grouped.c``."""
+    """Return the codes of neighbouring inputs in words, int32 [outs, ins · bits / 32]; see ``grouped_rows.h``."""
     if bits == 4:
         placed = codes.view(len(codes), -1, 2, 4)
         codes = (placed[:, :, 0] | placed[:, :, 1] << 4).flatten(1)
