@@ -208,6 +208,25 @@ def test_prompts_that_begin_in_the_cache_have_the_kv_of_the_draft_model(tmp_path
     assert answer(runner, again) == expected
 
 
+@pytest.mark.parametrize("kernels", [{"kernels": "torch"}, {"kernels": "cpu", "kv_dtype": "int8"}])
+def test_bits_that_memory_held_before_change_neither_tokens_nor_drafts_behind_a_gap(
+    tmp_path: Path, kernels: dict[str, str]
+) -> None:
+    if kernels["kernels"] == "cpu":
+        need_cpu_kernels()
+    build_mtp("qwen3_next", tmp_path, seed=2)
+    runner = build_runner(tmp_path, speculative_config=MTP, **kernels)
+    prompt, greedy = pack_int32s(range(5, 15)), SamplingParams(temperature=0.0)
+    new = NewSequence(0, prompt, 10, 0, pack_int32s([0, 1]), greedy, windows=((0, pack_int32s([9])),))
+    found = []
+    for bits in (0, 255):  # which is no number in any type
+        runner.reset(Welcome(1, 4, 64))
+        runner._pool.regions[0][0, 1:] = bits
+        first = answer(runner, StepPlan(1, 1, joined=(new,), chunks=((0, 10),)))
+        found.append((first, answer(runner, ProposingStepPlan(1, 2, proposals=pack_int32s([0, 3])))))
+    assert found[0] == found[1]
+
+
 @pytest.mark.usefixtures("drafts_always")
 def test_adapters_and_drafts_go_together(tmp_path: Path) -> None:
     build_model("llama", tmp_path / "model", seed=5)
