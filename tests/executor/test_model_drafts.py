@@ -10,6 +10,7 @@ import pytest
 import torch
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
+from pagewise_executor.profile import dummy_prefill, profile_run
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.protocol import NewSequence, ProposingStepPlan, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
@@ -155,19 +156,13 @@ def test_what_is_proposed_goes_on_behind_the_tokens_that_are_kept(cycling: tuple
     for right in (2, 0):
         known = drawn[-1]
         draft = [*proposed[:right], *(one + 1 for one in proposed[right:])]
-        plan = ProposingStepPlan(
-            1, runner_step(right), drafts=((0, pack_int32s(draft)),), proposals=pack_int32s([0, 3])
-        )
+        plan = ProposingStepPlan(1, 2 if right else 3, drafts=((0, pack_int32s(draft)),), proposals=pack_int32s([0, 3]))
         drawn, proposed = answer(runner, plan)
         drawn = drawn[: right + 1]
         assert [*drawn, *proposed] == cycle(following, known, right + 4)
     # Two blocks of eight: slots of tokens behind the tenth are known.
     drawn, proposed = answer(runner, ProposingStepPlan(1, 4, proposals=pack_int32s([0, 16])))
     assert proposed == [*cycle(following, drawn[-1], 9), *[-1] * 7]
-
-
-def runner_step(right: int) -> int:
-    return 2 if right else 3
 
 
 @pytest.mark.parametrize(
@@ -243,6 +238,17 @@ def test_adapters_and_drafts_go_together(tmp_path: Path) -> None:
     scheduler, _ = run_requests(runner, found := asked())
     assert outputs_of(found) == outputs_of(expected)
     assert scheduler.features.drafts.num_drafts > 10
+
+
+def test_steps_are_measured_and_warmed_up_with_drafts(
+    cycling: tuple[ModelRunner, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, runner, execute = list[StepPlan](), cycling[0], cycling[0].execute
+    monkeypatch.setattr(runner, "execute", lambda plan: plans.append(plan) or execute(plan))
+    profile_run(runner, 70)
+    for drafts in (True, False):
+        dummy_prefill(runner, 0, 4, number=2, drafts=drafts)
+    assert [unpack_int32s(plan.proposals).tolist() for plan in plans] == [[0, 1], [0, 1, 1, 1], []]
 
 
 def test_proposals_need_a_draft_model(tmp_path: Path) -> None:

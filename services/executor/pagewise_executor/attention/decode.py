@@ -177,7 +177,7 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend with q [.., queries, head_dim] to k and v [.., context, head_dim] where ``mask`` is true; None: everywhere.
+    """Attend with q [.., queries, head_dim] to k and v [.., context, head_dim] where ``mask`` is true; None: it is.
 
     ``sinks`` [.., 1 or queries, 1]: a logit for each query.
     """

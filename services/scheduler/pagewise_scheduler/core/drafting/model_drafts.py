@@ -91,7 +91,9 @@ class ModelDrafts:
         if len(decoding) <= self.most_running and not plain:
             for sequence in decoding:
                 if (expected := self._expected.get(sequence)) is not None and expected.is_due(step):
-                    most = self._drafting.most(sequence, coming=1)  # or more, if this step verifies a draft that is right
+                    most = self._drafting.most(
+                        sequence, coming=1
+                    )  # or more, if this step verifies a draft that is right
                     if most > 0:
                         candidates[sequence] = expected, most
         lengths = self._lengths.choose(candidates, len(decoding), most_verified) if candidates else {}

@@ -42,7 +42,9 @@ class PromptLookup:
 
     def waits(self) -> bool:
         """Whether a draft is in sight."""
-        in_sight = (sequence for sequence in self._decoding.order() if self.draft(sequence, self._drafting.most(sequence)))
+        in_sight = (
+            sequence for sequence in self._decoding.order() if self.draft(sequence, self._drafting.most(sequence))
+        )
         self._awaited = next(in_sight, None)
         return self._awaited is not None
 

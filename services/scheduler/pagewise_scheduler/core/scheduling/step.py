@@ -105,7 +105,7 @@ class StepInFlight:
         return {sequence.request.owner for sequence in chain(self.sampled, self.chunk_rows.values())}
 
     def failing_requests(self, block_size: int) -> list[Request]:
-        """The requests that fail with the step: its only request, if the step has no draft, proposes none, and cannot be
+        """The requests that fail with the step: its only request, if the step has and proposes no draft, and cannot be
         made smaller."""
         if self.num_seqs > 1 or self.num_tokens > max(1, block_size) or self.drafts or self.proposals:
             return []
