@@ -17,7 +17,15 @@ from pagewise_shared.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
 
 from tests.cpu_kernels import need_cpu_kernels
-from tests.draft_models import APART, BEHIND, build_cycling, build_head, build_mtp
+from tests.draft_models import (
+    APART,
+    BEHIND,
+    build_cycling,
+    build_head,
+    build_mtp,
+    quantise_head,
+    reference_of_head,
+)
 from tests.drafting import draft_always
 from tests.executor.drafted_requests import requests
 from tests.executor.driver import outputs_of, request, run_requests
@@ -349,39 +357,6 @@ def keep_as_floats(path: Path, block: torch.nn.Module, prefix: str, entries: Seq
     file.write_text(json.dumps(settings))
 
 
-@torch.inference_mode()
-def reference_of_head(model: Any, head: Path, ids: list[int], count: int) -> list[int]:
-    """The tokens that an EAGLE-3 head proposes behind ``ids``, all positions at once."""
-    own, size, eps = load_file(head / "model.safetensors"), model.config.hidden_size, 1e-6
-    states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-    hidden = torch.cat([states[layer][0] for layer in (0, 1, 2)], -1) @ own["fc.weight"].T
-    known, found = ids[1:], list[int]()
-    targets = own["d2t"] + torch.arange(len(own["d2t"]))
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, (size,), own[f"{name}.weight"], eps)
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ own[f"midlayer.{name}_proj.weight"].T
-
-    for _ in range(count):
-        embedded = norm(model.model.embed_tokens(torch.tensor(known)), "midlayer.input_layernorm")
-        both = torch.cat([embedded, norm(hidden, "midlayer.hidden_norm")], -1)
-        q, k, v = (linear(both, f"self_attn.{name}").view(len(known), -1, 12).transpose(0, 1) for name in "qkv")
-        angles = torch.arange(len(known))[:, None] * 10000.0 ** (-torch.arange(0, 12, 2) / 12)
-        cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
-        q, k = (x * cos + torch.cat([-x[..., 6:], x[..., :6]], -1) * sin for x in (q, k))
-        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        residual = hidden + linear(attended.transpose(0, 1).flatten(1), "self_attn.o")
-        x = norm(residual, "midlayer.post_attention_layernorm")
-        gated = torch.nn.functional.silu(linear(x, "mlp.gate")) * linear(x, "mlp.up")
-        out = residual + linear(gated, "mlp.down")
-        found.append(int(targets[(norm(out[-1], "norm") @ own["lm_head.weight"].T).argmax()]))
-        known, hidden = [*known, found[-1]], torch.cat([hidden, out[-1:]])
-    return found
-
-
 @pytest.mark.parametrize("kernels", ["cpu", "torch", pytest.param("triton", marks=pytest.mark.long)])
 def test_a_head_proposes_what_it_predicts(tmp_path: Path, kernels: str) -> None:
     if kernels == "cpu":
@@ -392,3 +367,13 @@ def test_a_head_proposes_what_it_predicts(tmp_path: Path, kernels: str) -> None:
     assert "KV of its draft model" in runner.info.no_segments
     drawn, proposed = started(runner, [0, 4])
     assert proposed == reference_of_head(model, tmp_path / "head", [5, 6, 7, *drawn], 4)
+
+
+@pytest.mark.parametrize("form", [FOUR_BITS["compressed-tensors"], FOUR_BITS["awq"], FORMS["fp8 weights"]])
+def test_a_quantised_head_of_a_quantised_model_proposes_what_it_predicts(tmp_path: Path, form: Any) -> None:
+    model = build_four_bits(FOUR_BITS["compressed-tensors"], tmp_path / "model", seed=5)
+    build_head(tmp_path / "head", seed=4)
+    exact = quantise_head(tmp_path / "head", form)
+    runner = build_runner(tmp_path / "model", kernels="torch", speculative_config=eagle3(tmp_path / "head", 4))
+    drawn, proposed = started(runner, [0, 4])
+    assert proposed == reference_of_head(model, exact, [5, 6, 7, *drawn], 4)
