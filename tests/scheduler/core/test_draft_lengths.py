@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths
 from pagewise_scheduler.core.drafting.draft_trials import DraftTrials
-from pagewise_scheduler.core.drafting.step_times import StepSize, StepTimes
+from pagewise_scheduler.core.drafting.step_times import ChunkSize, StepSize, StepTimes
 from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
@@ -107,6 +107,17 @@ def test_times_are_those_of_the_step_between_two_plans() -> None:
     step, token, each_pass, each_drafted = times.drafting_costs(1)
     assert step + 2 * (token + each_pass + each_drafted) == pytest.approx(3.6e-3, rel=0.1)
     assert times.plain_seconds(1) == pytest.approx(2.0e-3, rel=0.1)
+
+
+def test_prompts_cost_the_draft_model_time_although_it_takes_all_of_them() -> None:
+    times, now, rng = StepTimes(Costs(step=2e-3, token=1e-4)), 0.0, random.Random(2)
+    for _ in range(60):
+        times.planned(now, 0)
+        tokens = rng.randrange(200, 2000)
+        times.returned(ChunkSize(tokens, tokens))
+        now += 8e-3 + (33e-6 + 16e-6) * tokens * rng.uniform(0.8, 1.2)
+    times.planned(now, 0)
+    assert 8e-6 < times.prompt_token < 24e-6
 
 
 def test_drafts_that_cost_time_are_tried_ever_more_rarely() -> None:
