@@ -1,13 +1,14 @@
 """Drafts by models that come with the served model: the tokens are the same without drafts, whatever is accepted."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
 from pagewise_executor.profile import dummy_prefill, profile_run
@@ -213,7 +214,7 @@ def test_prompts_that_begin_in_the_cache_have_the_kv_of_the_draft_model(tmp_path
 
 @pytest.mark.parametrize("kernels", [{"kernels": "torch"}, {"kernels": "cpu", "kv_dtype": "int8"}])
 def test_bits_that_memory_held_before_change_neither_tokens_nor_drafts_behind_a_gap(
-    tmp_path: Path, kernels: dict[str, str]
+    tmp_path: Path, kernels: dict[str, Any]
 ) -> None:
     if kernels["kernels"] == "cpu":
         need_cpu_kernels()
@@ -251,8 +252,13 @@ def test_adapters_and_drafts_go_together(tmp_path: Path) -> None:
 def test_steps_are_measured_and_warmed_up_with_drafts(
     cycling: tuple[ModelRunner, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plans, runner, execute = list[StepPlan](), cycling[0], cycling[0].execute
-    monkeypatch.setattr(runner, "execute", lambda plan: plans.append(plan) or execute(plan))
+    plans, runner = list[StepPlan](), cycling[0]
+
+    def execute(plan: StepPlan, issue: Callable[[StepPlan], IssuedStep] = runner.execute) -> IssuedStep:
+        plans.append(plan)
+        return issue(plan)
+
+    monkeypatch.setattr(runner, "execute", execute)
     profile_run(runner, 70)
     for drafts in (True, False):
         dummy_prefill(runner, 0, 4, number=2, drafts=drafts)

@@ -42,7 +42,7 @@ def test_ranks_draft_what_rank_0_draws(
                 request([3 + number, 9, 40 + number], 12, f"r{number}", temperature=temperature, seed=number)
                 for number, temperature in enumerate((0.0, 0.8, 0.0))
             ]
-            scheduler, _ = run_requests(group, asked, proposes=proposes)
+            scheduler, _ = run_requests(group, asked, proposes=proposes)  # type: ignore[arg-type]
             found.append(outputs_of(asked))
     assert found[0] == found[1]
     drafts = scheduler.features.drafts
