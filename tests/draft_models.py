@@ -1,6 +1,7 @@
 """Tiny draft models, saved where a test wants them: EAGLE-3 heads, and MTP layers beside the layers of a model."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.four_bit_checkpoints import FourBits, quantised
 from tests.model_builders import FAMILIES, FEW_LAYERS, LATENTS, OTHERS, RECURRENT, VOCAB_SIZE, build_model
+from tests.quantised_checkpoints import Form, OracleLinear, edit_config
 
 _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 48, 80, 4, 2, 12
 
@@ -57,6 +60,59 @@ def _save_head(path: Path, weights: dict[str, torch.Tensor], vocabulary: int | N
     if vocabulary is not None:
         known["draft_vocab_size"] = vocabulary
     (path / "config.json").write_text(json.dumps(known | settings))
+
+
+def quantise_head(path: Path, form: FourBits | Form) -> Path:
+    """Store the linear layers of a saved head, except its ``lm_head``, in fewer bits; return the folder of a head with
+    the same weights in floats."""
+    weights, floats = load_file(path / "model.safetensors"), load_file(path / "model.safetensors")
+    for name in [name for name in weights if name.startswith("fc.") or "_proj." in name]:
+        weight, own = weights.pop(name), name.removesuffix("weight")
+        if isinstance(form, FourBits):
+            stored, exact = quantised(weight, form, torch.zeros(0))
+        else:
+            linear = OracleLinear(weight, None, form)
+            stored, exact = linear.stored(), linear.exact
+        weights |= {f"{own}{end}": tensor.contiguous() for end, tensor in stored.items()}
+        floats[name] = exact.float()
+    shutil.copytree(path, exact_path := path.with_name("exact"))
+    save_file(floats, exact_path / "model.safetensors")
+    save_file(weights, path / "model.safetensors")
+    edit_config(path, quantization_config=form.config)
+    return exact_path
+
+
+@torch.inference_mode()
+def reference_of_head(model: Any, head: Path, ids: list[int], count: int) -> list[int]:
+    """The tokens that an EAGLE-3 head proposes behind ``ids``, all positions at once."""
+    own, size, eps = load_file(head / "model.safetensors"), model.config.hidden_size, 1e-6
+    states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+    hidden = torch.cat([states[layer][0] for layer in (0, 1, 2)], -1) @ own["fc.weight"].T
+    known, found = ids[1:], list[int]()
+    targets = own["d2t"] + torch.arange(len(own["d2t"]))
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, (size,), own[f"{name}.weight"], eps)
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ own[f"midlayer.{name}_proj.weight"].T
+
+    for _ in range(count):
+        embedded = norm(model.model.embed_tokens(torch.tensor(known)), "midlayer.input_layernorm")
+        both = torch.cat([embedded, norm(hidden, "midlayer.hidden_norm")], -1)
+        q, k, v = (linear(both, f"self_attn.{name}").view(len(known), -1, 12).transpose(0, 1) for name in "qkv")
+        angles = torch.arange(len(known))[:, None] * 10000.0 ** (-torch.arange(0, 12, 2) / 12)
+        cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+        q, k = (x * cos + torch.cat([-x[..., 6:], x[..., :6]], -1) * sin for x in (q, k))
+        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        residual = hidden + linear(attended.transpose(0, 1).flatten(1), "self_attn.o")
+        x = norm(residual, "midlayer.post_attention_layernorm")
+        gated = torch.nn.functional.silu(linear(x, "mlp.gate")) * linear(x, "mlp.up")
+        out = residual + linear(gated, "mlp.down")
+        found.append(int(targets[(norm(out[-1], "norm") @ own["lm_head.weight"].T).argmax()]))
+        known, hidden = [*known, found[-1]], torch.cat([hidden, out[-1:]])
+    return found
 
 
 def build_cycling(model: Path, head: Path) -> list[int]:

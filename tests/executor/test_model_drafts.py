@@ -1,26 +1,36 @@
 """Drafts by models that come with the served model: the tokens are the same without drafts, whatever is accepted."""
 
 import json
-from collections.abc import Sequence
-from functools import partial, partialmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pagewise_executor.issued_step import IssuedStep
 from pagewise_executor.model_runner import ModelRunner
 from pagewise_executor.plan_checks import InvalidPlanError
-from pagewise_kernels.cpu.linear_grouped import GroupedWeight
+from pagewise_executor.profile import dummy_prefill, profile_run
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.protocol import NewSequence, ProposingStepPlan, StepPlan, Welcome, pack_int32s, unpack_int32s
 from pagewise_shared.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
 
 from tests.cpu_kernels import need_cpu_kernels
-from tests.draft_models import APART, BEHIND, build_cycling, build_head, build_mtp
+from tests.draft_models import (
+    APART,
+    BEHIND,
+    build_cycling,
+    build_head,
+    build_mtp,
+    quantise_head,
+    reference_of_head,
+)
 from tests.drafting import draft_always
 from tests.executor.drafted_requests import requests
 from tests.executor.driver import outputs_of, request, run_requests
+from tests.executor.exact_inputs import keep_inputs_exact
 from tests.executor.runners import build_runner
 from tests.four_bit_checkpoints import FORMS as FOUR_BITS
 from tests.four_bit_checkpoints import build_four_bits
@@ -156,19 +166,13 @@ def test_what_is_proposed_goes_on_behind_the_tokens_that_are_kept(cycling: tuple
     for right in (2, 0):
         known = drawn[-1]
         draft = [*proposed[:right], *(one + 1 for one in proposed[right:])]
-        plan = ProposingStepPlan(
-            1, runner_step(right), drafts=((0, pack_int32s(draft)),), proposals=pack_int32s([0, 3])
-        )
+        plan = ProposingStepPlan(1, 2 if right else 3, drafts=((0, pack_int32s(draft)),), proposals=pack_int32s([0, 3]))
         drawn, proposed = answer(runner, plan)
         drawn = drawn[: right + 1]
         assert [*drawn, *proposed] == cycle(following, known, right + 4)
     # Two blocks of eight: slots of tokens behind the tenth are known.
     drawn, proposed = answer(runner, ProposingStepPlan(1, 4, proposals=pack_int32s([0, 16])))
     assert proposed == [*cycle(following, drawn[-1], 9), *[-1] * 7]
-
-
-def runner_step(right: int) -> int:
-    return 2 if right else 3
 
 
 @pytest.mark.parametrize(
@@ -209,6 +213,25 @@ def test_prompts_that_begin_in_the_cache_have_the_kv_of_the_draft_model(tmp_path
     assert answer(runner, again) == expected
 
 
+@pytest.mark.parametrize("kernels", [{"kernels": "torch"}, {"kernels": "cpu", "kv_dtype": "int8"}])
+def test_bits_that_memory_held_before_change_neither_tokens_nor_drafts_behind_a_gap(
+    tmp_path: Path, kernels: dict[str, Any]
+) -> None:
+    if kernels["kernels"] == "cpu":
+        need_cpu_kernels()
+    build_mtp("qwen3_next", tmp_path, seed=2)
+    runner = build_runner(tmp_path, speculative_config=MTP, **kernels)
+    prompt, greedy = pack_int32s(range(5, 15)), SamplingParams(temperature=0.0)
+    new = NewSequence(0, prompt, 10, 0, pack_int32s([0, 1]), greedy, windows=((0, pack_int32s([9])),))
+    found = []
+    for bits in (0, 255):  # which is no number in any type
+        runner.reset(Welcome(1, 4, 64))
+        runner._pool.regions[0][0, 1:] = bits
+        first = answer(runner, StepPlan(1, 1, joined=(new,), chunks=((0, 10),)))
+        found.append((first, answer(runner, ProposingStepPlan(1, 2, proposals=pack_int32s([0, 3])))))
+    assert found[0] == found[1]
+
+
 @pytest.mark.usefixtures("drafts_always")
 def test_adapters_and_drafts_go_together(tmp_path: Path) -> None:
     build_model("llama", tmp_path / "model", seed=5)
@@ -225,6 +248,22 @@ def test_adapters_and_drafts_go_together(tmp_path: Path) -> None:
     scheduler, _ = run_requests(runner, found := asked())
     assert outputs_of(found) == outputs_of(expected)
     assert scheduler.features.drafts.num_drafts > 10
+
+
+def test_steps_are_measured_and_warmed_up_with_drafts(
+    cycling: tuple[ModelRunner, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, runner = list[StepPlan](), cycling[0]
+
+    def execute(plan: StepPlan, issue: Callable[[StepPlan], IssuedStep] = runner.execute) -> IssuedStep:
+        plans.append(plan)
+        return issue(plan)
+
+    monkeypatch.setattr(runner, "execute", execute)
+    profile_run(runner, 70)
+    for drafts in (True, False):
+        dummy_prefill(runner, 0, 4, number=2, drafts=drafts)
+    assert [unpack_int32s(plan.proposals).tolist() for plan in plans] == [[0, 1], [0, 1, 1, 1], []]
 
 
 def test_proposals_need_a_draft_model(tmp_path: Path) -> None:
@@ -317,7 +356,7 @@ def test_the_mtp_layer_of_a_gguf_file_proposes_what_it_predicts(
     from tests.gguf_models import EXPERTS, build_gguf, round_weights, rounded
 
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.setattr(GroupedWeight, "linear", partialmethod(GroupedWeight.linear, exact=True))
+    keep_inputs_exact(monkeypatch)
 
     def build(family: str, path: Path, num_hidden_layers: int, **settings: Any) -> Any:
         return build_mtp(family, path, seed=2, build=partial(build_model, **settings))
@@ -352,39 +391,6 @@ def keep_as_floats(path: Path, block: torch.nn.Module, prefix: str, entries: Seq
     file.write_text(json.dumps(settings))
 
 
-@torch.inference_mode()
-def reference_of_head(model: Any, head: Path, ids: list[int], count: int) -> list[int]:
-    """The tokens that an EAGLE-3 head proposes behind ``ids``, all positions at once."""
-    own, size, eps = load_file(head / "model.safetensors"), model.config.hidden_size, 1e-6
-    states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
-    hidden = torch.cat([states[layer][0] for layer in (0, 1, 2)], -1) @ own["fc.weight"].T
-    known, found = ids[1:], list[int]()
-    targets = own["d2t"] + torch.arange(len(own["d2t"]))
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, (size,), own[f"{name}.weight"], eps)
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ own[f"midlayer.{name}_proj.weight"].T
-
-    for _ in range(count):
-        embedded = norm(model.model.embed_tokens(torch.tensor(known)), "midlayer.input_layernorm")
-        both = torch.cat([embedded, norm(hidden, "midlayer.hidden_norm")], -1)
-        q, k, v = (linear(both, f"self_attn.{name}").view(len(known), -1, 12).transpose(0, 1) for name in "qkv")
-        angles = torch.arange(len(known))[:, None] * 10000.0 ** (-torch.arange(0, 12, 2) / 12)
-        cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
-        q, k = (x * cos + torch.cat([-x[..., 6:], x[..., :6]], -1) * sin for x in (q, k))
-        k, v = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        residual = hidden + linear(attended.transpose(0, 1).flatten(1), "self_attn.o")
-        x = norm(residual, "midlayer.post_attention_layernorm")
-        gated = torch.nn.functional.silu(linear(x, "mlp.gate")) * linear(x, "mlp.up")
-        out = residual + linear(gated, "mlp.down")
-        found.append(int(targets[(norm(out[-1], "norm") @ own["lm_head.weight"].T).argmax()]))
-        known, hidden = [*known, found[-1]], torch.cat([hidden, out[-1:]])
-    return found
-
-
 @pytest.mark.parametrize("kernels", ["cpu", "torch", pytest.param("triton", marks=pytest.mark.long)])
 def test_a_head_proposes_what_it_predicts(tmp_path: Path, kernels: str) -> None:
     if kernels == "cpu":
@@ -395,3 +401,13 @@ def test_a_head_proposes_what_it_predicts(tmp_path: Path, kernels: str) -> None:
     assert "KV of its draft model" in runner.info.no_segments
     drawn, proposed = started(runner, [0, 4])
     assert proposed == reference_of_head(model, tmp_path / "head", [5, 6, 7, *drawn], 4)
+
+
+@pytest.mark.parametrize("form", [FOUR_BITS["compressed-tensors"], FOUR_BITS["awq"], FORMS["fp8 weights"]])
+def test_a_quantised_head_of_a_quantised_model_proposes_what_it_predicts(tmp_path: Path, form: Any) -> None:
+    model = build_four_bits(FOUR_BITS["compressed-tensors"], tmp_path / "model", seed=5)
+    build_head(tmp_path / "head", seed=4)
+    exact = quantise_head(tmp_path / "head", form)
+    runner = build_runner(tmp_path / "model", kernels="torch", speculative_config=eagle3(tmp_path / "head", 4))
+    drawn, proposed = started(runner, [0, 4])
+    assert proposed == reference_of_head(model, exact, [5, 6, 7, *drawn], 4)

@@ -462,6 +462,8 @@ class ModelRunner:
         """Compute and sample a step: tokens, their log-probabilities, by row the prompts' log-probabilities, and the
         drafts behind it."""
         forced = self._thinking.forced(work, self._batch) if self._ranks.first else {}
+        if self._proposer is not None:
+            self._proposer.begin(work, self._batch)
         # The graphs of decodes, which also sample, leave nothing for a draft model.
         if self._graphs is not None and len(work.decoding) and not work.chunks and not work.proposals:
             return *self._decode(self._graphs, work, forced), [], None
@@ -469,8 +471,6 @@ class ModelRunner:
         logprobs: LogprobsTensors | None = None
         prompts: list[tuple[int, LogprobsTensors]] = []
         proposed: torch.Tensor | None = None
-        if self._proposer is not None:
-            self._proposer.watch(bool(work.proposals))
         if work.num_tokens:
             with self._threads.step(work.num_tokens + sum(1 + count for _, count in work.proposals)):
                 logits, at, prompts = self._forward(work)

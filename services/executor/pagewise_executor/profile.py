@@ -22,6 +22,7 @@ from pagewise_shared.protocol import (
     Hello,
     MeasuredCosts,
     NewSequence,
+    ProposingStepPlan,
     StepPlan,
     StoredDropped,
     StoredGone,
@@ -256,8 +257,7 @@ def _repeat(measurements: Sequence[_Fastest], name: str) -> None:
 def profile_run(runner: Runner, num_tokens: int) -> None:
     """Run a step of ``num_tokens`` prefill tokens, in as many sequences as their longest length needs.
 
-    All tokens of the prompts report log-probabilities, which takes the most memory. The runner must be reset
-    afterwards.
+    All tokens report log-probabilities, and a draft model takes them, for the most memory. Reset the runner afterwards.
     """
     info, sampling = runner.info, SamplingParams(temperature=0.0, prompt_logprobs=MAX_LOGPROBS)
     sizes = [min(info.max_model_len, num_tokens - start) for start in range(0, num_tokens, info.max_model_len)]
@@ -267,25 +267,30 @@ def profile_run(runner: Runner, num_tokens: int) -> None:
         blocks = np.arange(first, first + -(-size // info.block_size), dtype=np.int32)
         first += len(blocks)
         joined.append(_new_sequence(info, row, size, 0, blocks, sampling))
-    plan = StepPlan(epoch=0, step=1, joined=tuple(joined), chunks=tuple(enumerate(sizes)))
-    runner.execute(plan).result()
+    runner.execute(_prefill(info, joined, sizes, drafts=True)).result()
 
 
-def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1) -> float:
+def dummy_prefill(runner: Runner, start: int, count: int, number: int = 1, *, drafts: bool = False) -> float:
     """Return the microseconds of a step of ``count`` tokens after ``start`` others in each of ``number`` sequences.
 
-    The K and V of the others are arbitrary. The runner must be reset afterwards.
+    ``drafts``: by the draft model, if there is one. K and V of the others are arbitrary. Reset the runner afterwards.
     """
     # Another process may have left blocks on the host.
     runner.reset(Welcome(0, number, number * count, keeps_blocks=True))
     total = start + count
     blocks = np.arange(number * -(-total // runner.info.block_size), dtype=np.int32).reshape(number, -1)
     sampling = SamplingParams(temperature=0.0)
-    joined = tuple(_new_sequence(runner.info, row, total, start, blocks[row], sampling) for row in range(number))
+    joined = [_new_sequence(runner.info, row, total, start, blocks[row], sampling) for row in range(number)]
     began = time.perf_counter()
-    chunks = tuple((row, count) for row in range(number))
-    runner.execute(StepPlan(epoch=0, step=1, joined=joined, chunks=chunks)).result()
+    runner.execute(_prefill(runner.info, joined, [count] * number, drafts=drafts)).result()
     return (time.perf_counter() - began) * 1e6
+
+
+def _prefill(info: Hello, joined: Sequence[NewSequence], sizes: Sequence[int], *, drafts: bool) -> StepPlan:
+    """Return the plan of a step of the last ``sizes`` tokens of these sequences, with a drafted token behind each."""
+    asked = [number for row in range(len(sizes)) for number in (row, 1)] if drafts and info.max_proposed else []
+    chunks = tuple(enumerate(sizes))
+    return ProposingStepPlan(0, 1, joined=tuple(joined), chunks=chunks, proposals=pack_int32s(asked))
 
 
 def _new_sequence(

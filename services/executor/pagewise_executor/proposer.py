@@ -16,8 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from pagewise_executor.attention.backend import PagedLayer
 from pagewise_executor.collectives import Ranks
 from pagewise_executor.forward_pass import ForwardPass
+from pagewise_executor.grouped_batch import GroupedBatch
 from pagewise_executor.input_batch import InputBatch
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.sampling.sampler import Sampler
@@ -51,9 +53,25 @@ class Proposer:
     def __init__(self, draft: DraftModel, forward_pass: ForwardPass, device: torch.device, ranks: Ranks) -> None:
         self._draft, self._forward_pass, self._upload, self._ranks = draft, forward_pass, Uploads(device), ranks
 
-    def watch(self, watched: bool) -> None:
-        """Prepare for ``propose`` behind the steps that follow, or save the time that this costs them."""
-        self._draft.watch(watched)
+    def begin(self, work: StepWork, batch: InputBatch) -> None:
+        """Prepare for a step: keep its hidden states if drafts are to be proposed behind it.
+
+        In the blocks that the step begins, the KV of the draft model becomes zeros, because it may never be written
+        there. The page of such a block may hold bits of another group of layers that are no numbers. All drafts of the
+        sequence would be made of these.
+        """
+        self._draft.watch(bool(work.proposals))
+        if not isinstance(batch, GroupedBatch):
+            return
+        rows, positions = batch.flat_batch(work)
+        begun = positions % batch.block_size == 0
+        if begun.any():
+            layer = self._draft.attention.paged_layer
+            assert isinstance(layer, PagedLayer)
+            tables = batch.slots[layer.slot].block_tables
+            pages = self._upload(tables[rows[begun], positions[begun] // batch.block_size].astype(np.int64))
+            for part in (layer.keys, layer.values, *(layer.scales or ())):
+                part.view(torch.uint8).index_fill_(0, pages, 0)
 
     def propose(self, work: StepWork, batch: InputBatch, tokens: torch.Tensor, sampler: Sampler) -> torch.Tensor:
         """Take the tokens of a step that has been sampled, and is not counted yet; return the drafts that it asks for:

@@ -24,7 +24,7 @@ _MOST_SECONDS = 60
 def warm_up(
     runner: Runner, pool: KVPool, dtype: torch.dtype, max_num_batched_tokens: int, least_tokens: int = 1
 ) -> None:
-    """Launch the kernels of short chunks and of sampling. Triton caches them on disk.
+    """Launch the kernels of short chunks, of drafts and of sampling. Triton caches them on disk.
 
     ``dtype``: the type of the model's logits. ``least_tokens``: of steps that CUDA graphs do not compute. Chunks are
     launched with as many sequences as such a step needs, if there can be as many.
@@ -47,7 +47,7 @@ def warm_up(
         blocks = number * -(-size // pool.block_size)
         fits = number * size <= max_num_batched_tokens and number <= runner.info.max_num_seqs
         if size <= longest and fits and blocks <= room and time.perf_counter() - began < _MOST_SECONDS:
-            dummy_prefill(runner, 0, size, number)
+            dummy_prefill(runner, 0, size, number, drafts=True)
         progress.update()
     if num_unfrozen_launches():
         runner.info = msgspec.structs.replace(runner.info, fallback=True)

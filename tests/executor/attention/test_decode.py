@@ -1,5 +1,7 @@
 """Decode attention in PyTorch, beside the formula."""
 
+from typing import Any
+
 import pytest
 import torch
 from pagewise_executor.attention.backend import PagedLayer
@@ -40,14 +42,16 @@ def test_attention_in_place_is_attention(
             torch.testing.assert_close(found[row, head].double(), scores.softmax(0) @ v, rtol=1e-5, atol=1e-5)
 
 
-def test_a_poisoned_sequence_does_not_reach_its_neighbours() -> None:
+@pytest.mark.parametrize("decode", [decode_in_place, decode_gathered])
+def test_neither_a_poisoned_sequence_nor_what_memory_held_before_reaches_others(decode: Any) -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, 8, 4, 2, 16)
     keys[3] = float("nan")
     values[3] = float("inf")
+    keys[2, 3] = values[2, 3] = float("nan")  # behind the tokens of the other sequence
     group = DecodeGroup(torch.arange(2), torch.tensor([[3, 0], [1, 2]]), torch.tensor([2, 7]), longest=7)
     layer = PagedLayer(keys, values)
     for _ in range(2):  # twice: the first pass must not change the second
-        found = decode_in_place(torch.randn(2, 4, 16), layer, group, 0.25, None, None)
+        found = decode(torch.randn(2, 4, 16), layer, group, 0.25, None, None)
         assert not found[0].isfinite().any()
         assert found[1].isfinite().all()

@@ -46,16 +46,21 @@ def in_eight_bits(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 WRONG_HEADS: list[tuple[dict[str, Any], Any, str]] = [
-    ({"intermediate_size": 64}, None, r"is no EAGLE-3 head for this model: its weight layers\.0\.mlp"),
+    ({"intermediate_size": 64}, None, r"is no EAGLE-3 head for this model: its weight midlayer.mlp.*, not \[48, 64\]"),
     ({"num_hidden_layers": 2}, None, "2 layers"),
     ({"num_attention_heads": 0}, None, "config.json is of no EAGLE-3 head: Expected `int` >= 1"),
     ({"transformer_layer_config": 3}, None, "config.json is of no EAGLE-3 head: Expected `object`"),
     ({"target_hidden_size": 64}, None, "is for a model with 64 numbers in a state, not 48"),
-    ({}, lambda one: one | {"embed_tokens.weight": torch.ones(100, 48)}, "an embedding of another vocabulary"),
+    (
+        {},
+        lambda one: one | {"embed_tokens.weight": torch.ones(100, 48)},
+        "embed_tokens.* not .199",
+    ),
     ({}, lambda one: one | {"d2t": one["d2t"][:, None]}, "d2t is no list"),
     ({}, lambda one: {name: one[name] for name in one if name != "d2t"}, "has no d2t"),
     ({}, lambda one: one | {"norm.weight": torch.full((48,), torch.nan)}, "norm.weight .* not finite"),
     ({}, in_eight_bits, "is of type F8_E4M3, and its config.json has no quantization_config"),
+    ({"quantization_config": {"quant_method": "bitsandbytes"}}, None, "quant_method 'bitsandbytes'"),
 ]
 
 

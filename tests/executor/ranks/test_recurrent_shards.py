@@ -14,6 +14,8 @@ from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.config import SpeculativeConfig
 from pagewise_shared.errors import ModelError
 
+from tests.draft_models import build_mtp
+from tests.drafting import draft_always
 from tests.executor.driver import request, run_requests
 from tests.executor.ranks.groups import LENGTHS, ThreadGroup, config_of, greedy, group_of, prompts
 from tests.executor.references import reference
@@ -78,14 +80,25 @@ def test_four_ranks(family: str, settings: dict[str, Any], tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "family", ["qwen3_next", *(pytest.param(one, marks=pytest.mark.long) for one in RECURRENT if one != "qwen3_next")]
 )
-def test_tokens_of_processes_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    build_model(family, tmp_path, seed=7, **EVEN if family == "olmo_hybrid" else {})
+def test_tokens_of_processes_equal_those_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-Next with drafts by its MTP layer."""
+    draft_always(monkeypatch)
+    drafts = {"speculative_config": '{"method": "mtp"}'} if family == "qwen3_next" else {}
+    if drafts:
+        build_mtp(family, tmp_path, seed=7)
+    else:
+        build_model(family, tmp_path, seed=7, **EVEN if family == "olmo_hybrid" else {})
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     expected = reference(model, prompts(), [most for _, most in LENGTHS], "cpu")
-    with group_of(tmp_path, 2, host_memory="4MiB", verify_copies=True) as group:
+    with group_of(tmp_path, 2, host_memory="4MiB", verify_copies=True, **drafts) as group:
         found, preempted = greedy(group, num_blocks=8)
         assert found == expected
         assert preempted > 0
+        if drafts:
+            scheduler, _ = run_requests(group, [request(prompts()[-1], LENGTHS[-1][1])])
+            assert scheduler.features.drafts.num_drafts > 9
 
 
 def test_ranks_verify_drafts(tmp_path: Path) -> None:

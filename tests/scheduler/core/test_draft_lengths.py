@@ -3,15 +3,17 @@
 import random
 from itertools import pairwise
 
+import msgspec
 import pytest
 from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths
 from pagewise_scheduler.core.drafting.draft_trials import DraftTrials
-from pagewise_scheduler.core.drafting.step_times import StepSize, StepTimes
+from pagewise_scheduler.core.drafting.step_times import ChunkSize, StepSize, StepTimes
 from pagewise_scheduler.core.requests.request import RequestSequence
 from pagewise_scheduler.core.scheduling.scheduler import Scheduler
 from pagewise_scheduler.core.tiers.cost_model import Costs
 from pagewise_shared.protocol import StepResult, pack_int32s
 
+from tests.core_requests import change
 from tests.scheduler.core.builders import create_request, create_scheduler
 from tests.scheduler.core.driving import assert_all_free
 
@@ -107,6 +109,17 @@ def test_times_are_those_of_the_step_between_two_plans() -> None:
     assert times.plain_seconds(1) == pytest.approx(2.0e-3, rel=0.1)
 
 
+def test_prompts_cost_the_draft_model_time_although_it_takes_all_of_them() -> None:
+    times, now, rng = StepTimes(Costs(step=2e-3, token=1e-4)), 0.0, random.Random(2)
+    for _ in range(60):
+        times.planned(now, 0)
+        tokens = rng.randrange(200, 2000)
+        times.returned(ChunkSize(tokens, tokens))
+        now += 8e-3 + (33e-6 + 16e-6) * tokens * rng.uniform(0.8, 1.2)
+    times.planned(now, 0)
+    assert 8e-6 < times.prompt_token < 24e-6
+
+
 def test_drafts_that_cost_time_are_tried_ever_more_rarely() -> None:
     trials, lost, steps, ends = DraftTrials(), 0.0, 0, list[int]()
     while steps < 100_000:
@@ -196,10 +209,38 @@ def test_prompts_are_taken_only_if_drafts_may_pay() -> None:
     assert not lengths.pays(1, prompt=5000, output=10)
     scheduler = create_scheduler(num_blocks=400, max_proposed=3, costs=SLOW_TOKENS)
     scheduler.add(create_request(prompt=90, max_tokens=30))
+    assert not any(proposals_of(scheduler))
+
+
+def proposals_of(scheduler: Scheduler) -> list[bytes]:
+    """Run requests to their end; return what each plan proposes."""
+    found = []
     while (plan := scheduler.schedule(0.0)) is not None:
-        assert not plan.proposals
+        found.append(plan.proposals)
         step = scheduler.steps_in_flight[0]
-        scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s([5] * len(step.sampled))))
+        tokens, proposed = [5] * len(step.sampled), [6] * sum(count for _, count in step.proposals)
+        scheduler.update(StepResult(plan.epoch, plan.step, pack_int32s(tokens), proposed=pack_int32s(proposed)))
+    return found
+
+
+def test_the_draft_model_takes_nothing_of_sequences_that_cannot_be_drafted_for() -> None:
+    scheduler = create_scheduler(num_blocks=400, max_proposed=3)
+    for logprobs in (0, None):
+        request = create_request(prompt=30, max_tokens=100)
+        change(request, sampling=msgspec.structs.replace(request.params.sampling, logprobs=logprobs))
+        scheduler.add(request)
+        assert any(proposals_of(scheduler)) == (logprobs is None)
+
+
+@pytest.mark.parametrize("prompt", [3, 90])
+def test_a_request_does_not_fail_with_the_draft_model(prompt: int) -> None:
+    scheduler = create_scheduler(num_blocks=400, max_proposed=3)
+    scheduler.add(request := create_request(prompt=prompt, max_tokens=30))
+    assert scheduler.schedule(0.0) is not None
+    assert scheduler.steps_in_flight[0].proposals
+    assert not scheduler.fail(epoch=2)
+    assert not any(proposals_of(scheduler))
+    assert len(request.sequences[0].output_token_ids) == 30
 
 
 def test_with_more_sequences_than_allowed_the_draft_model_is_not_used() -> None:

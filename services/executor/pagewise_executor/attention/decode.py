@@ -47,8 +47,8 @@ class DecodeGroup:
     """Decodes of similar context length, at ``index`` [n] of the flat batch, which are computed together.
 
     ``blocks`` [n, blocks] int64: their block tables, padded. ``lengths`` [n]: context tokens, the new one included;
-    ``longest``: the largest length. ``windows``, ``patterns`` and ``masks`` cache what layers of one kind derive from
-    the tables, so that only the first layer of a kind computes it.
+    ``longest``: the largest length. ``windows`` and ``patterns`` cache what layers of one kind derive from the tables,
+    so that only the first layer of a kind computes it.
     """
 
     index: torch.Tensor
@@ -57,7 +57,6 @@ class DecodeGroup:
     longest: int
     windows: dict[Limits, Window] = field(default_factory=dict)
     patterns: dict[tuple[Limits, int, int], torch.Tensor] = field(default_factory=dict)
-    masks: dict[Limits, torch.Tensor] = field(default_factory=dict)
 
     def first_seen(self, limits: Limits) -> torch.Tensor:
         """Return the first position [n, 1] that each decode sees in a layer with these limits."""
@@ -154,21 +153,20 @@ def decode_gathered(
     q: torch.Tensor, layer: PagedLayer, group: DecodeGroup, scale: float, window: int | None, softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend like ``decode_in_place``, but to gathered copies of K and V: this works for all types and devices."""
+    """Attend like ``decode_in_place``, but to gathered copies of K and V: this works for all types and devices.
+
+    Slots that are not seen are not read: a page that another group had may hold bits that are no numbers.
+    """
     rows, heads, dim = q.shape
     kv_heads, block_size = layer.keys.shape[2], layer.keys.shape[1]
-    blocks = group.blocks
-    k = layer.keys.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, dim).transpose(1, 2)
+    seen = group.window(Limits(window, layer.attention_chunk), block_size)
+    slots = seen.slots.flatten()
+    k = layer.keys.flatten(0, 1).index_select(0, slots).view(rows, -1, kv_heads, dim).transpose(1, 2)
     if layer.latent:
         v = k[..., -layer.latent :]
     else:
-        v = layer.values.index_select(0, blocks.flatten()).view(rows, -1, kv_heads, dim).transpose(1, 2)
-    limits = Limits(window, layer.attention_chunk)
-    mask = group.masks.get(limits)
-    if mask is None:
-        positions = torch.arange(blocks.shape[1] * block_size, device=q.device)
-        mask = (positions < group.lengths[:, None]) & (positions >= group.first_seen(limits))
-        mask = group.masks[limits] = mask[:, None, None, :]
+        v = layer.values.flatten(0, 1).index_select(0, slots).view(rows, -1, kv_heads, dim).transpose(1, 2)
+    mask = None if seen.padding is None else ~seen.padding[:, None, None, :]
     # The query heads that share a KV head become the rows of one small matrix product.
     packed = q.reshape(rows, kv_heads, heads // kv_heads, dim)
     of_heads = None if sinks is None else sinks.view(kv_heads, -1, 1)
@@ -176,10 +174,10 @@ def decode_gathered(
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attend with q [.., queries, head_dim] to k and v [.., context, head_dim] where ``mask`` is true.
+    """Attend with q [.., queries, head_dim] to k and v [.., context, head_dim] where ``mask`` is true; None: it is.
 
     ``sinks`` [.., 1 or queries, 1]: a logit for each query.
     """
@@ -188,7 +186,9 @@ def attend(
     scores = (q @ k.transpose(-1, -2)) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    return weights_of(scores.masked_fill(~mask, float("-inf")), sinks).to(v.dtype) @ v
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return weights_of(scores, sinks).to(v.dtype) @ v
 
 
 def weights_of(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -35,11 +35,11 @@ _FREQUENCIES = re.compile(r"\.rotary_emb\.inv_freq$")
 class Checkpoint:
     """The weight files of a model. The constructor compares their headers with it; ``read`` reads the weights.
 
-    ``name``: of the model, for errors. ``model``: a causal language model with a head ``lm_head``; its weights have no
-    data before they are read. ``headers``: of the files. ``device``: the target of weights. ``quantised``: how linear
-    layers are stored in eight bits; None: they are not. ``tied``: the head has the weights of the embedding, unless the
-    files have others for it. ``named``: from the name of a tensor in the files to its name in the model; None if the
-    model does not have it. ``rope``: the result of ``fix_rope`` of the model.
+    ``name``: of the model, for errors. ``model``: a causal language model with a head ``lm_head``, or an EAGLE-3 head;
+    its weights have no data before they are read. ``headers``: of the files. ``device``: the target of weights.
+    ``quantised``: how linear layers are stored in fewer bits; None: they are not. ``tied``: the head has the weights of
+    the embedding, unless the files have others for it. ``named``: from the name of a tensor in the files to its name in
+    the model; None if the model does not have it. ``rope``: the result of ``fix_rope`` of the model.
 
     Raises:
         NotReadableError: the files do not have exactly the weights of the model, and are not quantised; or they have a
@@ -64,13 +64,16 @@ class Checkpoint:
         self.model, self.device, self._name, self._headers, self._tied = model, device, name, headers, tied
         unread = _FREQUENCIES if quantised is None else quantised.unread
         self._tensors = tensors = _tensors_of(model, headers, unread, named)
-        names = vocabulary_names(model)
-        embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
-        if tied and head in tensors and embedding not in tensors:
-            tensors[embedding] = tensors.pop(head)
-        if tied and embedding in tensors and tensors[embedding].info.dtype in FORMATS:
-            tensors[head] = tensors[embedding]  # which computes in another layout than the embedding is looked up in
-            self._tied = tied = False
+        if tied:
+            names = vocabulary_names(model)
+            embedding, head = f"{names.embedding}.weight", f"{names.head}.weight"
+            if head in tensors and embedding not in tensors:
+                tensors[embedding] = tensors.pop(head)
+            if embedding in tensors and tensors[embedding].info.dtype in FORMATS:
+                tensors[head] = tensors[
+                    embedding
+                ]  # which computes in another layout than the embedding is looked up in
+                self._tied = tied = False
         if quantised is not None:
             place_stored(model, quantised, tensors)
         self._wanted = {own: StoredTensor(None, list(weight.shape)) for own, weight in model.state_dict().items()}
@@ -109,8 +112,11 @@ class Checkpoint:
         """
         missing, mismatched, unexpected = found
         if exactly:
-            if different := [*sorted(missing), *(each.name for each in mismatched), *unexpected]:
-                raise NotReadableError(f"its weight {different[0]} is missing, or has an unexpected name or shape")
+            different = [f"weight {own} is missing" for own in sorted(missing)]
+            different += [f"weight {each.name} is {list(each.found)}, not {list(each.wanted)}" for each in mismatched]
+            different += [f"tensor {own} has no place in the model" for own in unexpected]
+            if different:
+                raise NotReadableError(f"its {different[0]}")
             return
         modules = dict(self.model.named_modules())
         # A scale or a bias, which changes the results of a layer.

@@ -8,7 +8,7 @@ of the next entry. Heads of vLLM, SGLang and speculators have the same weights, 
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from pagewise_shared.model_files import resolve_model
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.families import join_rope
 from pagewise_executor.models.fused import FusedDecoderLayer, NormWeight, sum_of_one
@@ -26,13 +27,13 @@ from pagewise_executor.models.llama_config import Count, LlamaConfig, NotReadabl
 from pagewise_executor.models.loader import LoadedModel, fingerprint
 from pagewise_executor.models.operations import Operations
 from pagewise_executor.models.preparation import operations_of, replace_linears
-from pagewise_executor.models.weight_files import checked_headers, open_weights, weight_files
-from pagewise_executor.models.weight_report import check_types, check_values
+from pagewise_executor.models.quantised_checkpoint import read_quantisation
+from pagewise_executor.models.weight_files import Headers, checked_headers, open_weights, weight_files
+from pagewise_executor.models.weight_report import check_types
 
 _LAYER = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.")
-_PREFIX = re.compile(r"^model\.")
-_UNUSED = {"t2d"}
-"""Which tokens of the model the head knows follows from ``d2t``."""
+_OTHERS = {"d2t", "t2d"}
+"""Tensors beside the weights. Which tokens of the model the head knows follows from ``d2t``."""
 
 
 class _Layers(msgspec.Struct):
@@ -79,23 +80,20 @@ class _Layer(LlamaDecoderLayer):
 
 
 class _Weights(nn.Module):
-    """The weights of a head, by their names in the files. ``states``: the numbers of a token's hidden states."""
+    """The weights of a head, by their names in the files.
 
-    def __init__(self, config: EagleConfig, states: int) -> None:
+    ``states``: the numbers of a token's hidden states. ``embedded``: the tokens of its own embedding; 0: it has none.
+    """
+
+    def __init__(self, config: EagleConfig, states: int, embedded: int) -> None:
         super().__init__()
         hidden = config.hidden_size
+        if embedded:
+            self.embed_tokens = nn.Embedding(embedded, hidden, device="meta")
         self.fc = nn.Linear(states, hidden, bias=False, device="meta")
         self.layers = nn.ModuleList([_Layer(config)])
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size or config.vocab_size, bias=False, device="meta")
-
-
-class _Files(NamedTuple):
-    """A head in its files: ``tensors`` by their names in ``_Weights``, and further ones."""
-
-    config: EagleConfig
-    tensors: dict[str, torch.Tensor]
-    fingerprint: str
 
 
 class EagleHead(DraftModel):
@@ -107,17 +105,18 @@ class EagleHead(DraftModel):
     """
 
     def __init__(
-        self, loaded: LoadedModel, files: _Files, weights: _Weights, operations: Operations, rotary: RotaryEmbedding,
-        hidden_norm: NormWeight, embedding: nn.Module, targets: torch.Tensor | None, wanted: DraftModelConfig,
+        self, loaded: LoadedModel, config: EagleConfig, weights: _Weights, operations: Operations,
+        rotary: RotaryEmbedding, hidden_norm: NormWeight, embedding: nn.Module, targets: torch.Tensor | None,
+        wanted: DraftModelConfig, digest: str,
     ) -> None:  # fmt: skip
         layer = weights.layers[0]
         assert isinstance(layer, FusedDecoderLayer)
         self.attention, self.most = layer.self_attn, wanted.num_speculative_tokens
         self.most_rows = wanted.disable_by_batch_size or 0
-        self.shape, self.fingerprint = layer.shape, f"-eagle3-{files.fingerprint}"
+        self.shape, self.fingerprint = layer.shape, f"-eagle3-{digest}"
         self._layer, self._weights, self._operations = layer, weights, operations
         self._hidden_norm, self._norm = hidden_norm, NormWeight(weights.norm)
-        self._before_residual = files.config.norm_before_residual
+        self._before_residual = config.norm_before_residual
         self._embedding, self._targets, self._vocab_size = embedding, targets, loaded.vocab_size
         device = hidden_norm.weight.device
 
@@ -127,7 +126,7 @@ class EagleHead(DraftModel):
 
         self._rotation_at = operations.rotations(angles, loaded.max_model_len, device)
         layers = decoder_layers(loaded.model)
-        taken = taken_layers(files.config, len(layers))
+        taken = taken_layers(config, len(layers))
         states = weights.fc.weight.shape[1] // len(taken)
         # Inputs of layers: of the last step, and where steps of CUDA graphs keep them (``reserve``).
         self._inputs = self._reserved = [torch.empty(0, states, dtype=loaded.dtype, device=device)] * len(taken)
@@ -226,58 +225,46 @@ def load_head(config: ExecutorConfig, wanted: DraftModelConfig, loaded: LoadedMo
         ModelError: it cannot be read, or does not fit the model.
     """
     assert wanted.model is not None
-    files = _read(wanted.model, loaded)
-    head, tensors = files.config, files.tensors
-    taken = taken_layers(head, len(decoder_layers(loaded.model)))
-    embedding: nn.Module = loaded.model.get_input_embeddings()  # type: ignore[operator]
+    name, model = wanted.model, loaded.model
+    path, headers = _files(name)
+    quantised = read_quantisation(name, path, config.kv_dtype)
+    if quantised is None:
+        check_types(name, headers)
+    names = {_own_name(key) for header in headers.values() for key in header}
+    head = _config(name, path, "layers.0.self_attn.q_norm.weight" in names)
+    taken = taken_layers(head, len(decoder_layers(model)))
+    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
     size = int(embedding.embedding_dim)  # type: ignore[arg-type]
     if head.target_hidden_size not in (None, size):
-        raise ModelError(f"{wanted.model} is for a model with {head.target_hidden_size} numbers in a state, not {size}")
-    weights = _Weights(head, len(taken) * size).eval().requires_grad_(False)
-    own, targets = tensors.pop("embed_tokens.weight", None), tensors.pop("d2t", None)
-    if own is not None and own.shape != (loaded.vocab_size, head.hidden_size):
-        raise ModelError(f"{wanted.model} has an embedding of another vocabulary than the model, or of another size")
-    if own is None and size != head.hidden_size:
-        raise ModelError(f"{wanted.model} has no embedding, and its hidden states have {head.hidden_size} numbers")
-    _check_shapes(wanted.model, weights, tensors)
-    if own is not None:
-        embedding = nn.Embedding.from_pretrained(own)  # type: ignore[no-untyped-call]
-    weights.load_state_dict(tensors, assign=True)
+        raise ModelError(f"{name} is for a model with {head.target_hidden_size} numbers in a state, not {size}")
+    embedded = loaded.vocab_size if "embed_tokens.weight" in names else 0
+    if not embedded and size != head.hidden_size:
+        raise ModelError(f"{name} has no embedding, and its hidden states have {head.hidden_size} numbers")
+    weights = _Weights(head, len(taken) * size, embedded).eval().requires_grad_(False)
+    parts = [*(["embed_tokens"] if embedded else []), "fc", "layers.0", "norm", "lm_head"]
+    try:
+        checkpoint = Checkpoint(name, weights, headers, loaded.device, quantised, tied=False, named=_own_name)
+        for part in parts:
+            checkpoint.read(part, loaded.dtype)
+    except NotReadableError as error:
+        raise ModelError(f"{name} is no EAGLE-3 head for this model: {error}") from error
+    if embedded:
+        embedding = weights.embed_tokens
+    targets = _targets(name, headers, loaded, head.draft_vocab_size or head.vocab_size)
     layer = weights.layers[0]
     assert isinstance(layer, _Layer)
     operations, hidden_norm = operations_of(loaded.kernels), NormWeight(layer.hidden_norm)
     weights.layers[0] = FusedDecoderLayer(layer, operations, sum_of_one)
-    for part in ("fc", "layers.0", "lm_head"):
+    for part in parts:
         replace_linears(config, weights, loaded.kernels, loaded.device, part, alone=True)
-    if targets is not None:
-        if targets.shape != weights.lm_head.weight.shape[:1] or targets.is_floating_point():
-            raise ModelError(f"{wanted.model}: d2t is no list of a number for each token that the head knows")
-        targets = targets.to(torch.int64) + torch.arange(len(targets), device=targets.device)
-        if targets.min() < 0 or targets.max() >= loaded.vocab_size:
-            raise ModelError(f"{wanted.model}: d2t names tokens outside the vocabulary of {loaded.vocab_size}")
-    elif weights.lm_head.weight.shape[0] != loaded.vocab_size:
-        raise ModelError(f"{wanted.model} has no d2t, and another vocabulary than the model")
-    rotary = RotaryEmbedding(head).to(loaded.device)
-    return EagleHead(loaded, files, weights, operations, rotary, hidden_norm, embedding, targets, wanted)
+    rotary, digest = RotaryEmbedding(head).to(loaded.device), fingerprint(path, list(headers))
+    return EagleHead(
+        loaded, head, weights, operations, rotary, hidden_norm, embedding, targets, wanted, digest
+    )  # fmt: skip
 
 
-def _check_shapes(name: str, weights: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Check that the files have the weights of a head.
-
-    Raises:
-        ModelError: they do not.
-    """
-    wanted = {own: tuple(weight.shape) for own, weight in weights.state_dict().items()}
-    found = {own: tuple(tensor.shape) for own, tensor in tensors.items()}
-    if differs := sorted(own for own in wanted.keys() | found.keys() if wanted.get(own) != found.get(own)):
-        own = differs[0]
-        raise ModelError(
-            f"{name} is no EAGLE-3 head for this model: its weight {own} has the shape {found.get(own)}, and should "
-            f"have {wanted.get(own)}"
-        )
-
-
-def _read(name: str, loaded: LoadedModel) -> _Files:
+def _files(name: str) -> tuple[Path, Headers]:
+    """Return the folder of a head, and the headers of its files."""
     path = resolve_model(name)
     if not any(path.glob("*.safetensors")) and (others := sorted(path.glob("*.bin"))):
         raise ModelError(
@@ -285,20 +272,35 @@ def _read(name: str, loaded: LoadedModel) -> _Files:
             'python -c "import torch; from safetensors.torch import save_file; save_file({name: one.contiguous() for '
             f"name, one in torch.load('{others[0]}').items()}}, '{path / 'model.safetensors'}')\""
         )
-    paths = weight_files(name, path)
-    tensors: dict[str, torch.Tensor] = {}
-    check_types(name, headers := checked_headers(paths))
-    for file, header in headers.items():
-        with open_weights(file) as opened:
-            for key in header:
-                own = _LAYER.sub("layers.0.", key)
-                own = own if own != key else _PREFIX.sub("", key)
-                if own in _UNUSED:
-                    continue
-                tensor = opened.get_tensor(key).to(loaded.device)
-                tensors[own] = tensor.to(loaded.dtype) if tensor.is_floating_point() else tensor
-    check_values(name, tensors, headers)
-    return _Files(_config(name, path, "layers.0.self_attn.q_norm.weight" in tensors), tensors, fingerprint(path, paths))
+    return path, checked_headers(weight_files(name, path))
+
+
+def _own_name(name: str) -> str | None:
+    """Return the name in ``_Weights`` of a tensor in the files; None: it has none there."""
+    if name.removeprefix("model.") in _OTHERS:
+        return None
+    return _LAYER.sub("layers.0.", name) if _LAYER.match(name) else name.removeprefix("model.")
+
+
+def _targets(name: str, headers: Headers, loaded: LoadedModel, known: int) -> torch.Tensor | None:
+    """Return the token of the model that each of the ``known`` tokens of a head is; None: they are the same.
+
+    Raises:
+        ModelError: the files do not have them.
+    """
+    found = next((file for file, header in headers.items() if "d2t" in header), None)
+    if found is None:
+        if known != loaded.vocab_size:
+            raise ModelError(f"{name} has no d2t, and another vocabulary than the model")
+        return None
+    with open_weights(found) as opened:
+        targets = opened.get_tensor("d2t").to(loaded.device)
+    if targets.shape != (known,) or targets.is_floating_point():
+        raise ModelError(f"{name}: d2t is no list of a number for each token that the head knows")
+    targets = targets.to(torch.int64) + torch.arange(known, device=targets.device)
+    if targets.min() < 0 or targets.max() >= loaded.vocab_size:
+        raise ModelError(f"{name}: d2t names tokens outside the vocabulary of {loaded.vocab_size}")
+    return targets
 
 
 def _config(name: str, path: Path, head_norm: bool) -> EagleConfig:

@@ -8,9 +8,8 @@ drafts pay.
 """
 
 _ALLOWED = 24.0
-"""The draft model rests when it has cost so many steps. The first steps of a trial are slow, and tell little."""
-_REMEMBERED = 48.0
-"""At most so many saved steps count, so that a change is noticed soon."""
+"""The draft model rests when it has cost so many steps. The first steps of a trial are slow, and tell little. At most
+so many saved steps count, so that a change is noticed soon."""
 _LEAST, _MOST = 64.0, 512.0
 """The factor."""
 
@@ -43,8 +42,8 @@ class DraftTrials:
         self._judge()
 
     def _judge(self) -> None:
-        if self._saved >= _REMEMBERED:
-            self._saved, self._factor = _REMEMBERED, _LEAST
+        if self._saved >= _ALLOWED:
+            self._saved, self._factor = _ALLOWED, _LEAST
         elif self._saved < -_ALLOWED and not self.resting:
             self.resting, self._rested = True, 0
             self._pause = self._factor * (self._debt - self._saved)

@@ -9,14 +9,6 @@ if TYPE_CHECKING:
     from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
 
-class Most(Protocol):
-    """The rule how long a draft may be."""
-
-    def __call__(self, sequence: RequestSequence, coming: int = 0) -> int:
-        """The most tokens of a draft for a sequence when ``coming`` more tokens are known, regardless of its blocks."""
-        ...
-
-
 class Drafter(Protocol):
     """Makes the drafts of one executor's sequences. ``Drafting`` calls it, and puts the drafts into plans.
 

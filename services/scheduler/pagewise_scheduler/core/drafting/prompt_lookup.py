@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from pagewise_shared.config.speculative import SpeculativeConfig
 from pagewise_shared.segments import TOKEN_ID
 
-from pagewise_scheduler.core.drafting.drafter import Most
 from pagewise_scheduler.core.requests.request import RequestSequence
 
 if TYPE_CHECKING:
+    from pagewise_scheduler.core.features.drafts import Drafting
     from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
     from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
@@ -35,14 +35,16 @@ class PromptLookup:
 
     ahead = 0
 
-    def __init__(self, config: SpeculativeConfig, decoding: "DecodeSet", most_of: Most) -> None:
-        self._config, self._decoding, self._most_of = config, decoding, most_of
+    def __init__(self, config: SpeculativeConfig, decoding: "DecodeSet", drafting: "Drafting") -> None:
+        self._config, self._decoding, self._drafting = config, decoding, drafting
         self.most_tokens, self.most_running = config.num_speculative_tokens, float(config.disable_by_batch_size)
         self._awaited: RequestSequence | None = None
 
     def waits(self) -> bool:
         """Whether a draft is in sight."""
-        in_sight = (sequence for sequence in self._decoding.order() if self.draft(sequence, self._most_of(sequence)))
+        in_sight = (
+            sequence for sequence in self._decoding.order() if self.draft(sequence, self._drafting.most(sequence))
+        )
         self._awaited = next(in_sight, None)
         return self._awaited is not None
 

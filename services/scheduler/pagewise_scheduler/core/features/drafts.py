@@ -9,7 +9,7 @@ tokens, and only the result of a step with drafts has the number of accepted tok
 while a step with drafts is in flight, and where its drafter asks for it. One step is in flight then instead of two.
 
 Executors follow grammars through drafts. Nothing is drafted where sampling depends on more than the model and a
-grammar, see ``_is_draftable``, nor where a thinking budget may force a token. The KV of tokens that were not kept is
+grammar, see ``is_draftable``, nor where a thinking budget may force a token. The KV of tokens that were not kept is
 behind the last known token, where the next step overwrites it, and blocks are cached up to that token only. The
 executor writes states of recurrent layers behind the tokens that are kept.
 """
@@ -50,10 +50,10 @@ class Drafting(Feature):
         self._with_grammars = options.drafts_with_grammars
         self._drafter: Drafter
         if options.max_proposed:
-            self._drafter = ModelDrafts(scheduler, options.max_proposed, options.max_proposing, self._most)
+            self._drafter = ModelDrafts(scheduler, options.max_proposed, options.max_proposing, self)
         else:
             assert options.speculative is not None
-            self._drafter = PromptLookup(options.speculative, self._decoding, self._most)
+            self._drafter = PromptLookup(options.speculative, self._decoding, self)
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
     def may_plan(self) -> bool:
@@ -73,7 +73,7 @@ class Drafting(Feature):
             # Half of the budget is left for prefills.
             reserved = max((budget + 1) // 2, budget - self._most_verified())
             for sequence in self._decoding.order():
-                found = self._drafter.draft(sequence, min(self._most(sequence), budget - reserved))
+                found = self._drafter.draft(sequence, min(self.most(sequence), budget - reserved))
                 if found and (draft := self._fitting(sequence, found)):
                     drafts[sequence] = draft
                     budget -= len(draft)
@@ -119,30 +119,32 @@ class Drafting(Feature):
         is less than the longest draft, the memory of one draft more does not matter."""
         return max(MAX_SPECULATIVE_TOKENS, self.scheduler.limits.max_num_seqs) - self.scheduler.num_running
 
-    def _most(self, sequence: RequestSequence, coming: int = 0) -> int:
+    def most(self, sequence: RequestSequence, coming: int = 0) -> int:
         """The most tokens of a draft for a sequence when ``coming`` more tokens are known, regardless of its blocks."""
-        if sequence.num_tokens < sequence.draft_after or not self._is_draftable(sequence):
+        if sequence.num_tokens < sequence.draft_after or not self.is_draftable(sequence):
+            return 0
+        if len(sequence.output_token_ids) < sequence.sampling.min_tokens:  # stop tokens are still forbidden
             return 0
         # Each step samples one token more than its draft has.
         left = min(sequence.run_until - sequence.num_tokens, _num_free(sequence)) - coming
         return min(self._drafter.most_tokens, left - 1)
 
-    def _is_draftable(self, sequence: RequestSequence) -> bool:
-        """Whether tokens of a sequence may be drafted.
+    def is_draftable(self, sequence: RequestSequence) -> bool:
+        """Whether tokens of a sequence may be drafted at all.
 
         Not where sampling depends on earlier tokens other than through the model: with penalties, bad words of several
-        tokens, stop tokens that ``min_tokens`` still forbids, or a grammar that the executor does not follow through a
-        draft. And not where a step returns log-probabilities.
+        tokens, or a grammar that the executor does not follow through a draft. Not where a step returns
+        log-probabilities, and not after a step with a draft of the sequence has failed.
         """
         sampling = sequence.sampling
         return not (
-            sampling.logprobs is not None
+            sequence.draft_after >= sequence.max_num_tokens
+            or sampling.logprobs is not None
             or (sampling.grammar and not self._with_grammars)
             or sampling.presence_penalty
             or sampling.frequency_penalty
             or sampling.repetition_penalty != 1.0
             or (sampling.constraints is not None and sampling.constraints.bad_words)
-            or len(sequence.output_token_ids) < sampling.min_tokens
         )
 
     def _fitting(self, sequence: RequestSequence, draft: "array[int]") -> "array[int]":

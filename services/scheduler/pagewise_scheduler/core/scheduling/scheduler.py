@@ -425,7 +425,8 @@ class Scheduler:
         """The oldest step in flight failed: start over under a new epoch with smaller steps, and recompute everything.
 
         ``shrink_steps``: False if another operation failed, copies for instance; then steps stay as large as they are.
-        Returns the requests that failed for good: their step had one sequence, no draft, and cannot be made smaller.
+        Returns the requests that failed for good: their step had one sequence, had and proposed no draft, and cannot be
+        made smaller.
         """
         failed: list[Request] = []
         if shrink_steps and self.steps_in_flight and self.steps_in_flight[0].num_tokens:

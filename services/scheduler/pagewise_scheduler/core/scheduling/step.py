@@ -88,9 +88,10 @@ class StepInFlight:
     def give_up_drafts(self) -> None:
         """Draft nothing more for the sequences of a step that has failed, or in which its executor has died.
 
-        The drafts may be the cause. The same drafts would be made again, and end requests that run without them.
+        The drafts may be the cause, and so may be the draft model that proposes some behind the step. The same drafts
+        would be made again, and end requests that run without them.
         """
-        for sequence in self.drafts:
+        for sequence in (*self.drafts, *(one for one, _ in self.proposals)):
             sequence.draft_after = sequence.max_num_tokens
 
     @property
@@ -104,8 +105,9 @@ class StepInFlight:
         return {sequence.request.owner for sequence in chain(self.sampled, self.chunk_rows.values())}
 
     def failing_requests(self, block_size: int) -> list[Request]:
-        """The requests that fail with the step: its only request, if it has no draft and cannot be made smaller."""
-        if self.num_seqs > 1 or self.num_tokens > max(1, block_size) or self.drafts:
+        """The requests that fail with the step: its only request, if the step has and proposes no draft, and cannot be
+        made smaller."""
+        if self.num_seqs > 1 or self.num_tokens > max(1, block_size) or self.drafts or self.proposals:
             return []
         return list(self.requests)
 
