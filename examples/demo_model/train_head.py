@@ -102,7 +102,8 @@ class Head(nn.Module):
         out = weights[..., :count] @ values
         for number, (_, v) in enumerate(own):
             out = out + weights[..., count + number, None] * v
-        return layer.o_proj(out.transpose(1, 2).reshape(rows, count, -1))
+        attended: torch.Tensor = layer.o_proj(out.transpose(1, 2).reshape(rows, count, -1))
+        return attended
 
     def _rotated(self, x: torch.Tensor, offset: int) -> torch.Tensor:
         half = self.dim // 2
