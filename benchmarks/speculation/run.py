@@ -31,12 +31,12 @@ from pagewise_shared.model_files import resolve_model
 from tqdm import tqdm
 
 from benchmarks.processes import Cluster, Process
-from benchmarks.record import record_file, write_record
+from benchmarks.record import record_file, shown, write_record
 from benchmarks.scrape import scrape, total
 from benchmarks.serving.workloads import build_model
 from benchmarks.speculation.executor import VARIABLE
 from benchmarks.speculation.heads import build_random_head
-from benchmarks.speculation.texts import KINDS, Text, Texts
+from benchmarks.speculation.texts import KINDS, MODULES, Text, Texts
 
 DEMO, RANDOM_49M, RANDOM_HEAD = "pagewise-demo", "49M", "random"
 OWN = "own"
@@ -132,8 +132,8 @@ def services(args: argparse.Namespace, model: str, texts: list[Text]) -> Iterato
 
 
 def measure(args: argparse.Namespace, model: str) -> Iterator[dict[str, Any]]:
-    maker = Texts(Tokenizer.load(resolve_model(DEMO)), args.output)
-    kinds = [kind for kind in args.kinds if kind != OWN or model == DEMO]
+    maker = Texts(Tokenizer.load(resolve_model(DEMO if model == RANDOM_49M else model)), args.output, args.modules)
+    kinds = [kind for kind in args.kinds if kind != OWN or model != RANDOM_49M]
     cases = [
         (kind, concurrent, number) for number in range(args.rounds) for kind in kinds for concurrent in args.concurrent
     ]
@@ -174,7 +174,7 @@ def row_of(model: str, kind: str, concurrent: int, taken: dict[str, list[tuple[f
         [round(on / off, 2) for on, off in zip(each["on"], each["off"], strict=True)] for each in (speeds, per_cpu)
     )
     return {
-        "model": model,
+        "model": Path(model).name,
         "text": kind,
         "concurrent": concurrent,
         # Of one sequence in one step: each gives one token, and the tokens of its draft that were right.
@@ -198,6 +198,7 @@ def main() -> None:
     parser.add_argument("--head", help=f"draft by an EAGLE-3 head: its folder, or {RANDOM_HEAD}")
     parser.add_argument("--tokens", type=int, default=3, help="of a draft of the head, at most")
     parser.add_argument("--models", nargs="+", default=[DEMO, RANDOM_49M], help=f"{RANDOM_49M} is a random Llama")
+    parser.add_argument("--modules", nargs="+", default=MODULES, help="of the standard library, for all code")
     parser.add_argument("--kinds", nargs="+", choices=(*KINDS, OWN), default=[*KINDS, OWN])
     parser.add_argument("--concurrent", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--requests", type=int, default=4, help="of a round, or as many as are concurrent")
@@ -226,7 +227,7 @@ def main() -> None:
             )
     if args.json:
         load = round(os.getloadavg()[0], 1)
-        write_record(args.json, {"config": args.head or args.config, "load_average_at_end": load, "rows": rows})
+        write_record(args.json, {"config": shown(args.head or args.config), "load_average_at_end": load, "rows": rows})
 
 
 if __name__ == "__main__":

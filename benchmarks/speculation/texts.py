@@ -5,7 +5,7 @@ import random
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +29,13 @@ class Text:
 
 
 class Texts:
-    """Makes texts of each of ``KINDS``, outputs of ``output`` tokens."""
+    """Makes texts of each of ``KINDS``, outputs of ``output`` tokens. ``modules``: whose code it takes."""
 
-    def __init__(self, tokenizer: Tokenizer, output: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, output: int, modules: Sequence[str] = MODULES) -> None:
         self._encode: Callable[[str], list[int]] = lambda text: list(tokenizer.encode(text))
         self._output = output
         library = Path(sysconfig.get_paths()["stdlib"])
-        files = [library / f"{name}.py" for name in MODULES]
+        files = [library / f"{name.replace('.', '/')}.py" for name in modules]
         self._code = [file.read_text(encoding="utf-8") for file in files if file.exists()]
         self._prose = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))]
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pagewise_shared.model_files import resolve_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -132,17 +133,17 @@ def build_corpus(
     return Corpus(encode(documents), encode([END_OF_TEXT + text for text in held_out]))
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """A Llama with random weights, about 3.9 million parameters."""
+def build_model(hidden: int, layers: int, seed: int) -> LlamaForCausalLM:
+    """A Llama with random weights. ``hidden``: numbers of a hidden state, a multiple of 128."""
     torch.manual_seed(seed)
     ends = [SPECIAL_TOKENS.index(token) for token in (END_OF_TEXT, END_OF_TURN)]  # the first ids are theirs
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=5 * hidden // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
         head_dim=64,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
@@ -151,6 +152,24 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
         pad_token_id=ends[0],
     )
     return LlamaForCausalLM(config)
+
+
+def grow(small: LlamaForCausalLM, model: LlamaForCausalLM) -> None:
+    """Let a model compute nearly what a smaller one does.
+
+    Its hidden states have each number several times. A little noise lets the copies learn different things. Its further
+    layers add nothing to the hidden states at first.
+    """
+    own, times = small.state_dict(), model.config.hidden_size // small.config.hidden_size
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name not in own:
+                weight.mul_(0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+            elif weight.ndim == 1:
+                weight.copy_(own[name].repeat(times) / (times if name == "model.norm.weight" else 1))
+            else:
+                copies = (1, times) if "embed" in name else (times, times)
+                weight.mul_(0.1).add_(own[name].repeat(copies) / copies[0])
 
 
 def sample(data: torch.Tensor, context: int, rows: int, generator: torch.Generator) -> torch.Tensor:
@@ -180,17 +199,21 @@ def learning_rate(progress: float, peak: float) -> float:
     return peak * min(1.0, progress / 0.02, (1 - progress) / 0.98 + 1e-3)
 
 
-def train(model: LlamaForCausalLM, corpus: Corpus, minutes: float, seed: int) -> None:
-    """Train for ``minutes`` of wall time; the learning rate follows the clock, so that it always ends at zero."""
-    generator = torch.Generator().manual_seed(seed)
+def optimizers_of(model: torch.nn.Module, embedding: torch.nn.Parameter) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a model with this embedding."""
     # Muon for the layers' matrices learns faster per token than AdamW, which keeps the embedding and the norms.
-    embedding = model.get_input_embeddings().get_parameter("weight")
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    optimizers: list[torch.optim.Optimizer] = [
+    return [
         torch.optim.Muon(matrices, lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW([embedding, *vectors], lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
+
+
+def train(model: LlamaForCausalLM, corpus: Corpus, minutes: float, peak: float, seed: int) -> None:
+    """Train for ``minutes`` of wall time; the learning rate follows the clock, so that it always ends at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizers = optimizers_of(model, model.get_input_embeddings().get_parameter("weight"))
     began, step, smooth = time.monotonic(), 0, math.nan
     while (progress := (time.monotonic() - began) / (minutes * 60)) < 1:
         # Now and then a window of the full length, so that every position has been seen.
@@ -198,7 +221,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus, minutes: float, seed: int) ->
         batch = sample(corpus.train, context, BATCH * CONTEXT // context, generator)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(progress, peak=4e-3)
+                group["lr"] = learning_rate(progress, peak)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -225,6 +248,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="train the bundled demo model")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--minutes", type=float, default=25, help="wall time to train for")
+    parser.add_argument("--hidden", type=int, default=256, help="numbers of a hidden state, a multiple of 128")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--grown-from", help="a smaller model to begin with, or its directory (default: random weights)"
+    )
+    parser.add_argument("--peak", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
@@ -232,13 +261,16 @@ def main() -> None:
     rng = random.Random(args.seed)  # noqa: S311
     texts = read_sources()
     kept, held_out = hold_out(texts)
-    tokenizer = train_tokenizer(kept)
+    grown_from = args.grown_from and resolve_model(args.grown_from)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(grown_from) if grown_from else train_tokenizer(kept)
     corpus = build_corpus(kept, held_out, tokenizer, rng)
-    model = build_model(tokenizer, args.seed)
+    model = build_model(args.hidden, args.layers, args.seed)
+    if grown_from:
+        grow(LlamaForCausalLM.from_pretrained(grown_from), model)
     report(f"python {sys.version.split()[0]}, torch {torch.__version__}, {args.threads} threads, seed {args.seed}")
     report(f"{len(texts)} modules, {len(corpus.train)} training and {len(corpus.validation)} validation tokens")
     report(f"{sum(p.numel() for p in model.parameters())} parameters")
-    train(model, corpus, args.minutes, args.seed)
+    train(model, corpus, args.minutes, args.peak, args.seed)
     model.bfloat16()
     report(f"final validation loss, in bfloat16: {validation_loss(model, corpus.validation):.4f}")
     model.save_pretrained(args.out)

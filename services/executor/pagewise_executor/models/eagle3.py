@@ -294,7 +294,7 @@ def _targets(name: str, headers: Headers, loaded: LoadedModel, known: int) -> to
             raise ModelError(f"{name} has no d2t, and another vocabulary than the model")
         return None
     with open_weights(found) as opened:
-        targets = opened.get_tensor("d2t").to(loaded.device)
+        targets: torch.Tensor = opened.get_tensor("d2t").to(loaded.device)
     if targets.shape != (known,) or targets.is_floating_point():
         raise ModelError(f"{name}: d2t is no list of a number for each token that the head knows")
     targets = targets.to(torch.int64) + torch.arange(known, device=targets.device)
