@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-_SLOWER = 1.15
+_SLOWER = 1.05
 """One thread computes a step if it takes at most so many times as long as all threads."""
 _MOST_TOKENS = 64
 """Of a step that runs with one thread as a trial. Larger ones are bound by computing."""
@@ -23,7 +23,7 @@ _KEPT = 7
 """Comparisons of which the median counts: among them may be steps that other processes have disturbed."""
 _STEPS_BEFORE_TRIAL = 64
 _STEPS_AT_FIRST = 4
-"""The same while there are fewer than ``_KEPT`` comparisons."""
+"""The same while there are fewer than ``_KEPT`` comparisons, or the last one speaks against the choice."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,8 @@ class _Size:
     def tries(self) -> bool:
         """Count a step; return whether it is a trial with the other number of threads."""
         self.steps += 1
-        if self.steps <= (_STEPS_BEFORE_TRIAL if len(self.ratios) == _KEPT else _STEPS_AT_FIRST):
+        settled = len(self.ratios) == _KEPT and self.alone == (self.ratios[-1] <= _SLOWER)
+        if self.steps <= (_STEPS_BEFORE_TRIAL if settled else _STEPS_AT_FIRST):
             return False
         self.steps = 0
         return True
