@@ -155,7 +155,7 @@ def build_model(hidden: int, layers: int, seed: int) -> LlamaForCausalLM:
 
 
 def grow(small: LlamaForCausalLM, model: LlamaForCausalLM) -> None:
-    """Let a model compute nearly what a smaller one does.
+    """Let a model compute nearly the same as a smaller one.
 
     Its hidden states have each number several times. A little noise lets the copies learn different things. Its further
     layers add nothing to the hidden states at first.

@@ -3,7 +3,7 @@
     python examples/demo_model/train_head.py --out DIR
     pagewise serve --speculative-config '{"method": "eagle3", "model": "DIR", "num_speculative_tokens": 3}'
 
-First the model continues pieces of the text on which it was trained, because it drafts for what a model writes. The
+First the model continues pieces of the text on which it was trained, because it drafts texts that a model writes. The
 head learns the probabilities that the model gives to the tokens of text and continuation. In each step it continues its
 own predictions for three tokens, as in drafting (Li et al., 2025, call this training-time test).
 """
@@ -176,7 +176,7 @@ def tokens_of(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Ten
 
 
 def continued(llm: LLM, text: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Return ``rows`` pieces of a text, each with what the model writes behind it, as long as the piece."""
+    """Return ``rows`` pieces of a text, each with the model's continuation, as long as the piece."""
     pieces = [row.tolist() for row in sample(text, CONTEXT - 1, rows, generator)]
     outputs = llm.generate(pieces, SamplingParams(temperature=0, max_tokens=CONTEXT, ignore_eos=True))
     return torch.tensor([

@@ -70,7 +70,7 @@ class CpuStep:
         )  # fmt: skip
         self._at = ctypes.byref(self._arguments)
         self.shared = AttentionArguments.from_buffer_copy(self._arguments)
-        """The arguments that all layers have in common; ``attend`` adds those of a layer to a copy."""
+        """The arguments that all layers have in common; ``attend`` adds the arguments of a layer to a copy."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, *, scale: float,
@@ -146,7 +146,7 @@ class CpuStep:
 def set_layer(
     a: AttentionArguments, layer: KVLayer, heads: int, scale: float, window: int | None, attention_chunk: int | None
 ) -> None:
-    """Set the arguments that are of a layer: its pool, its shape, and what its queries see."""
+    """Set the arguments of a layer: its pool, its shape, and its window or attention chunk."""
     a.keys, a.values = layer.keys.data_ptr(), layer.values.data_ptr()
     a.key_block, a.key_slot, a.key_head = a.value_block, a.value_slot, a.value_head = layer.keys.stride()[:3]
     a.key_scales, a.value_scales = [scale.data_ptr() for scale in layer.scales] if layer.scales else (None, None)
@@ -203,6 +203,6 @@ def check_rotation(cos: torch.Tensor, sin: torch.Tensor, tokens: int, dim: int, 
 
 
 def check_head_norm(norm: torch.Tensor, heads: int, dim: int, dtype: torch.dtype) -> None:
-    """Raise ValueError if a norm is not of so many heads, those of keys included."""
+    """Raise ValueError if a norm does not have a weight for each of so many heads, of queries and keys."""
     if (norm.shape, norm.dtype) != ((heads, dim), dtype) or not norm.is_contiguous():
         raise ValueError(f"head_norm is {dtype} [heads + kv_heads, head_dim], not {list(norm.shape)}")

@@ -121,7 +121,7 @@ INLINE void begin_sums(const struct grouped_weight *w, int kind, int mr, const i
 }
 
 // A group of a panel: the index of its steps and zeros, that of its scales, how many groups of its span are left, its
-// codes, and what it has of the rows.
+// codes, and its inputs.
 struct place {
   long of_group, of_span, left;
   const uint32_t *codes;
@@ -284,7 +284,7 @@ void multiply_panel(const struct grouped_weight *weight, const struct grouped_ro
   switch (w.kind) {
     case INT4:
       if (w.group == 32) {
-        w.group = 32;  // as a constant: these groups are small, so what comes before and behind their products counts
+        w.group = 32;  // as a constant: these groups are small, so operations before and behind their products count
         multiply_kind(&w, &x, INT4, first, rows, panel, sums);
       } else {
         multiply_kind(&w, &x, INT4, first, rows, panel, sums);

@@ -49,14 +49,14 @@ struct grouped_rows {
 // to [group] = the inputs of a group of a row, x [ins], in the order of the slots.
 void read_group(const struct grouped_weight *w, const float *x, long g, float *to);
 
-// Quantise row number ``row``, x [ins]. What is no number, or is infinite, makes the whole result of the row so.
+// Quantise row number ``row``, x [ins]. A NaN or an infinite input makes the whole result of the row so.
 void quantise_row(const struct grouped_weight *w, const float *x, const struct grouped_rows *to, long row);
 
 // sums [rows, PANEL] = rows ``first`` and so on, at most ROW_BLOCK, times a panel, without the bias.
 void multiply_panel(const struct grouped_weight *w, const struct grouped_rows *x, long first, long rows, long panel,
                     float *sums);
 
-// weights [group, PANEL] = those of a group of a panel in float32.
+// weights [group, PANEL] = the weights of a group of a panel in float32.
 void unpack_group(const struct grouped_weight *w, long panel, long g, float *weights);
 
 // out [rows, outs] = sums [rows, PANEL] of a panel, plus the bias.

@@ -60,7 +60,7 @@ INLINE void quantise_rows(struct int4_experts *a, int down) {
 static void quantise_x(void *data) { quantise_rows(data, 0); }
 static void quantise_activated(void *data) { quantise_rows(data, 1); }
 
-// to [rows, inner] = what an expert makes of a panel of gate and of up, both [rows, PANEL].
+// to [rows, inner] = the activation of a panel of gate and of up, both [rows, PANEL].
 INLINE void activate(const struct int4_experts *a, const float *bias, long rows, long panel, const float *gates,
                      const float *ups, float *to) {
   floats limit = all(a->limit);

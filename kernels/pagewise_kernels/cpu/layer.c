@@ -1,5 +1,5 @@
 // The two halves of a decoder layer of Llama's structure, each as one call, so that a step does not go back to Python
-// between a dozen operations of some microseconds. Operations and their results are those of the calls one by one.
+// between a dozen operations of some microseconds. Operations and results are the same as by single calls.
 #include <stddef.h>
 
 #include "attention.h"
@@ -101,7 +101,7 @@ static char *behind_quantised(const struct half_layer *l, char *scratch, long ro
   return scratch + greater(scratch_of(&l->first, rows), scratch_of(&l->second, rows));
 }
 
-// Attention, with ``first`` for Q, K and V. ``layer`` has the pool and the shape, and ``step`` what a step's layers share.
+// Attention, with ``first`` for Q, K and V. ``layer`` has the pool and the shape, ``step`` the arguments that a step's layers share.
 // Returns as pagewise_attend.
 EXPORT int pagewise_attention_half(const struct half_layer *l, const struct attention *layer, const struct attention *step,
                                    const float *cos, const float *sin, const float *x, float *residual, float *out,

@@ -1,7 +1,7 @@
 """The two halves of a decoder layer of Llama's structure on the CPU, each as one call: attention and the gated MLP.
 
 A decode step of one token has a hundred operations of some microseconds beside its products, and Python takes as long
-between two of them. The results are those of the operations one by one.
+between two of them. The results are the same as by single calls.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ class PackedLinear(Protocol):
 
     @property
     def arguments(self) -> WeightArguments:
-        """What an operation of several weights needs to know of this one."""
+        """This weight as an argument of the operations in this module."""
         ...
 
 

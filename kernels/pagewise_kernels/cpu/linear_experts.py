@@ -1,4 +1,4 @@
-"""Mixtures of experts on the CPU in float32, whose weights are those of linear layers in any formats."""
+"""Mixtures of experts on the CPU in float32, with the weights of linear layers in any formats."""
 
 from collections.abc import Sequence
 

@@ -4,7 +4,7 @@
 // for a row does not depend on the other rows.
 #include "grouped_rows.h"
 
-// x [rows, ins], each row at x_stride; out [rows, outs]. rows: those of x, quantised first; or, if exact, ``inputs``, whose
+// x [rows, ins], each row at x_stride; out [rows, outs]. rows: the rows of x, quantised first; or, if exact, ``inputs``, whose
 // rows are at input_stride: x in float32 in the order of the slots.
 struct linear_grouped {
   struct grouped_weight weight;

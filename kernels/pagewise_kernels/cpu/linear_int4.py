@@ -70,7 +70,7 @@ class Int4Weight:
 
     @property
     def layout(self) -> Layout:
-        """What an operation of several weights needs to know of this one."""
+        """This weight as an argument of the operations in this module."""
         return Layout([pointer or 0 for pointer in self._pointers], self._factor, self._groups, self.group, self._e2m1)
 
     @property
