@@ -119,6 +119,8 @@ def test_weights_and_rows_that_do_not_fit_are_refused() -> None:
     qkv, out = floats((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), floats(HIDDEN, HEADS * DIM)
     with pytest.raises(ValueError, match="3 heads of 32 with 2 KV heads do not fit weights of 256 outputs"):
         AttentionHalf(norm, qkv, out, 3, problem.layer(), 0.2, None, None)
+    with pytest.raises(ValueError, match="3 heads of 32 with 2 KV heads are not supported"):
+        AttentionHalf(norm, floats(7 * DIM, HIDDEN), floats(HIDDEN, 3 * DIM), 3, problem.layer(), 0.2, None, None)
     with pytest.raises(ValueError, match="gate and up of 256 outputs do not fit 128 inputs"):
         MlpHalf(norm, floats(256, HIDDEN + 1), out)
     with pytest.raises(ValueError, match="bfloat16"):
@@ -130,3 +132,9 @@ def test_weights_and_rows_that_do_not_fit_are_refused() -> None:
         half.compute(problem.step, problem.x.repeat(1, 2)[:, ::2], None, problem.cos, problem.sin)
     with pytest.raises(TypeError, match="float64"):
         half.compute(problem.step, problem.x.double(), None, problem.cos, problem.sin)
+
+
+def test_long_prompts_have_scratch_of_more_than_four_gibibytes() -> None:
+    need_cpu_kernels()
+    half, rows = MlpHalf(Norm(torch.randn(HIDDEN), 1e-5), floats(2 * INNER, HIDDEN), floats(HIDDEN, INNER)), 1 << 21
+    assert half.scratch_bytes(rows) == rows * 4 * (HIDDEN + 3 * INNER) > 1 << 32

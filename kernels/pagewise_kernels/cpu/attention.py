@@ -125,9 +125,7 @@ class CpuStep:
                 f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}, {list(layer.keys.shape)} and "
                 f"{list(layer.values.shape)}"
             )
-        fits = 1 <= dim <= (MAX_KEY_DIM if layer.latent else MAX_HEAD_DIM) and layer.latent <= MAX_HEAD_DIM
-        if heads % layer.kv_heads or heads // layer.kv_heads > MAX_GROUP or not fits:
-            raise ValueError(f"{heads} heads of {dim} with {layer.kv_heads} KV heads are not supported")
+        check_heads(layer, heads)
         if {q.dtype, k.dtype, v.dtype} - {q.dtype if layer.dtype in (INT8, INT4) else layer.dtype} or not (
             q.dtype in TYPES and q.device.type == "cpu"
         ):
@@ -141,6 +139,14 @@ class CpuStep:
             check_rotation(rotation.cos, rotation.sin, tokens, dim, q.dtype)
             if rotation.head_norm is not None:
                 check_head_norm(rotation.head_norm, heads + layer.kv_heads, dim, q.dtype)
+
+
+def check_heads(layer: KVLayer, heads: int) -> None:
+    """Raise ValueError if the operation cannot compute so many query heads: the memory of its threads is limited."""
+    dim, kv_heads = layer.head_dim, layer.kv_heads
+    fits = 1 <= dim <= (MAX_KEY_DIM if layer.latent else MAX_HEAD_DIM) and layer.latent <= MAX_HEAD_DIM
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP or not fits:
+        raise ValueError(f"{heads} heads of {dim} with {kv_heads} KV heads are not supported")
 
 
 def set_layer(

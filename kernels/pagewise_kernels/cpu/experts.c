@@ -47,7 +47,7 @@ INLINE floats activation_of(floats gate, floats up, struct activation with) {
 static void activate(void *data) {
   struct experts *a = data;
   long count = pieces(a->inner, HALF), size = a->hidden * PANEL;
-  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long expert = a->active[run.item / count], first = run.item % count * HALF, last = a->starts[expert + 1];
     long columns = a->inner - first < HALF ? a->inner - first : HALF, panel = expert * count + run.item % count;
     for (long pair = a->starts[expert]; pair < last; pair += ROW_BLOCK) {
@@ -69,7 +69,7 @@ static void activate(void *data) {
 static void project(void *data) {
   struct experts *a = data;
   long count = pieces(a->hidden, PANEL);
-  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long expert = a->active[run.item / count], first = run.item % count * PANEL, last = a->starts[expert + 1];
     long columns = a->hidden - first < PANEL ? a->hidden - first : PANEL;
     const float *panel = a->down + (expert * count + run.item % count) * a->inner * PANEL;

@@ -106,7 +106,7 @@ INLINE ints zeros_of(const uint8_t *zeros) {
 
 INLINE int has_leasts(const struct grouped_weight *w, int kind) { return kind >= STEPS4 && w->leasts; }
 
-// sums [mr][NR] = the sums of a group's inputs of rows, times the zeros of a panel, minus.
+// sums [mr][NR] = minus the zeros of a panel times the sums of a group's inputs, of each row.
 INLINE void begin_sums(const struct grouped_weight *w, int kind, int mr, const int32_t *of_inputs, long at,
                        ints sums[][NR]) {
   if (kind == INT4 && w->zeros) {

@@ -21,7 +21,7 @@ enum { SYMMETRIC_ZERO = 8, E2M1_ZERO = 12, E2M1_GROUP = 16 };
 // [slots]: the input of each slot, -1: a zero; NULL: the inputs in their order, and zeros. codes [panels][words][PANEL]: a
 // word has the codes of an output, eight in four bits, of which byte i has that of slot i in its lower half and that of
 // slot i + 4 in its upper, or four in eight bits. scales, leasts: float16 [panels][groups / span][PANEL]; those of INT4
-// and E2M1 to be multiplied by ``factor``, with a span of one. leasts NULL: they are zero; otherwise the zero is.
+// and E2M1 to be multiplied by ``factor``, with a span of one. leasts NULL: there are none; with leasts, ``zero`` is 0.
 // steps, least_steps [panels][groups][PANEL]: the second factors; NULL: they are one. zeros [panels][groups][PANEL]; NULL:
 // ``zero`` is that of all weights. bias [outs] or NULL.
 struct grouped_weight {

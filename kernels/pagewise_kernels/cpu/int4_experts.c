@@ -82,7 +82,7 @@ INLINE void activate(const struct int4_experts *a, const float *bias, long rows,
 static void activate_experts(void *data) {
   struct int4_experts *a = data;
   long count = PANELS(a->inner) / PANEL;
-  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long at = run.item / count, panel = run.item % count;
     struct grouped_weight weight = weight_of(a, 0, at);
     struct grouped_rows all_rows = rows_of(a, at);
@@ -100,7 +100,7 @@ static void activate_experts(void *data) {
 static void project_experts(void *data) {
   struct int4_experts *a = data;
   long count = PANELS(a->hidden) / PANEL;
-  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long at = run.item / count, panel = run.item % count;
     struct grouped_weight weight = weight_of(a, 1, at);
     struct grouped_rows all_rows = rows_of(a, at);

@@ -4,7 +4,7 @@
 
 #include "attention.h"
 
-// Of linear.c, linear_int8.c, linear_int4.c, linear_grouped.c, elementwise.c and attention.c.
+// Of linear.c, linear_int8.c, linear_grouped.c, elementwise.c and attention.c.
 void pagewise_linear(const float *x, long x_stride, const float *packed, const float *bias, float *out, long rows, long in,
                      long outs, long threads);
 void pagewise_linear_int8(const float *x, long x_stride, const int8_t *packed, const float *scales, const int32_t *offsets,

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pagewise_kernels.cpu.attention import CpuStep, check_head_norm, check_rotation, set_layer
+from pagewise_kernels.cpu.attention import CpuStep, check_head_norm, check_heads, check_rotation, set_layer
 from pagewise_kernels.cpu.library import (
     AttentionArguments,
     HalfLayerArguments,
@@ -59,8 +59,11 @@ class _HalfLayer:
         rows = len(x)
         if not x.is_contiguous():
             raise ValueError(f"half a layer takes contiguous rows, not {list(x.shape)} with strides {x.stride()}")
-        size = self._library.pagewise_half_layer_scratch(self._at, rows)
-        return empty((rows, self._outs), torch.float32), empty((size,), torch.uint8)
+        return empty((rows, self._outs), torch.float32), empty((self.scratch_bytes(rows),), torch.uint8)
+
+    def scratch_bytes(self, rows: int) -> int:
+        """Return the memory that is needed beside the result of rows."""
+        return int(self._library.pagewise_half_layer_scratch(self._at, rows))
 
 
 class AttentionHalf(_HalfLayer):
@@ -87,6 +90,7 @@ class AttentionHalf(_HalfLayer):
                 f"{heads} heads of {dim} with {layer.kv_heads} KV heads do not fit weights of {qkv.outs} outputs and "
                 f"{out.ins} inputs"
             )
+        check_heads(layer, heads)
         self._of_layer = AttentionArguments()
         set_layer(self._of_layer, layer, heads, scale, window, None)
         if head_norm is not None:

@@ -208,6 +208,7 @@ def _open(path: Path) -> Library:
             getattr(library, name).argtypes = argtypes
         except AttributeError:
             raise LibraryMissingError(f"{path} is of another version, without {name}; {_REMEDY}") from None
+    library.pagewise_half_layer_scratch.restype = _LONG  # other results fit into an int
     structures = {
         "attention": AttentionArguments, "half_layer": HalfLayerArguments, "recurrence": RecurrenceArguments,
     }  # fmt: skip

@@ -130,7 +130,7 @@ static long panels(long columns) { return (columns + PANEL - 1) / PANEL; }
 static void activate(void *data) {
   struct mxfp4 *a = data;
   long count = panels(a->inner);
-  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long at = run.item / count, panel = run.item % count, first = panel * PANEL, last = a->starts[at + 1];
     long expert = a->active[at], columns = a->inner - first < PANEL ? a->inner - first : PANEL;
     const float *bias = a->gate_up.bias + expert * 2 * a->inner + first;
@@ -155,7 +155,7 @@ static void activate(void *data) {
 static void project(void *data) {
   struct mxfp4 *a = data;
   long count = panels(a->hidden);
-  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, a->threads); run.item++) {
+  for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long at = run.item / count, panel = run.item % count, first = panel * PANEL, last = a->starts[at + 1];
     long expert = a->active[at], columns = a->hidden - first < PANEL ? a->hidden - first : PANEL;
     const float *bias = a->down.bias + expert * a->hidden + first;

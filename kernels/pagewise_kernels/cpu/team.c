@@ -2,8 +2,8 @@
 //
 // A decode step has a hundred operations of some ten microseconds each. The team of OpenMP meets at a barrier behind every
 // one: its threads either sleep there, so that each operation has to wake them, or spin, so that all wait for a thread
-// whose core another process has taken. This team never waits for a thread that has not begun. Work is taken item by
-// item, so the caller computes whatever the others do not take in time. A thread without work spins for AWAKE_NS, which is
+// whose core another process has taken. This team never waits for a thread that has not begun. Work is taken in
+// pieces (next_item and has_item), so the caller computes all that the others do not take in time. A thread without work spins for AWAKE_NS, which is
 // longer than most gaps between the operations of a step, and then sleeps: between steps it leaves its core to others.
 #define _GNU_SOURCE
 #include <linux/futex.h>

@@ -152,7 +152,8 @@ struct run {
 
 // Whether a thread has a piece of work: the next one of its run, or else of a new run, which has the share of one of
 // ``threads`` in what is left of ``count`` pieces. So a thread reads most of its weights in order, as the processor
-// expects when it fetches ahead, and the last runs are short.
+// expects when it fetches ahead, and the last runs are short. ``threads``, at least 1, may be larger than their number where
+// pieces take unequal times: then runs are shorter.
 INLINE int has_item(struct run *run, long *next, long count, long threads) {
   if (run->item < run->end) return 1;
   long taken;

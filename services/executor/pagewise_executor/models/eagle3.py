@@ -288,13 +288,15 @@ def _targets(name: str, headers: Headers, loaded: LoadedModel, known: int) -> to
     Raises:
         ModelError: the files do not have them.
     """
-    found = next((file for file, header in headers.items() if "d2t" in header), None)
+    names = ("d2t", "model.d2t")
+    found = next(((file, key) for file, header in headers.items() for key in names if key in header), None)
     if found is None:
         if known != loaded.vocab_size:
             raise ModelError(f"{name} has no d2t, and another vocabulary than the model")
         return None
-    with open_weights(found) as opened:
-        targets: torch.Tensor = opened.get_tensor("d2t").to(loaded.device)
+    file, key = found
+    with open_weights(file) as opened:
+        targets: torch.Tensor = opened.get_tensor(key).to(loaded.device)
     if targets.shape != (known,) or targets.is_floating_point():
         raise ModelError(f"{name}: d2t is no list of a number for each token that the head knows")
     targets = targets.to(torch.int64) + torch.arange(known, device=targets.device)

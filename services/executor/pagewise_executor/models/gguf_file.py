@@ -90,7 +90,10 @@ def tensors_of(file: Path) -> dict[str, GgufTensor]:
             )
         if tensor.start + tensor.size > file.stat().st_size:
             raise ModelError(f"{file} is truncated: it ends within its tensor {name}; download it again")
-        found |= _of_each_expert(own, tensor) if len(tensor.shape) > 2 else {own: tensor}
+        of_experts = len(tensor.shape) == 3 and tensor.shape[0] > 0 and ".experts." in own
+        if len(tensor.shape) > 2 and not of_experts:
+            raise ModelError(f"{file}: its tensor {name} has the shape {list(tensor.shape)}, and is of no experts")
+        found |= _of_each_expert(own, tensor) if of_experts else {own: tensor}
     return found
 
 

@@ -1,4 +1,4 @@
-"""The small operations of a fused decoder layer, in PyTorch, in Triton, and in C for the CPU."""
+"""The small operations of a fused decoder layer, in PyTorch and in Triton."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
