@@ -10,9 +10,11 @@ import torch
 from pagewise_shared.errors import ModelError
 from safetensors.torch import load_file, save_file
 
-from tests.draft_models import build_head
+from tests.draft_models import build_head, quantise_head
 from tests.executor.runners import build_runner
+from tests.four_bit_checkpoints import FORMS as FOUR_BITS
 from tests.model_builders import build_model
+from tests.quantised_checkpoints import FORMS
 
 
 def eagle3(head: Path) -> str:
@@ -95,3 +97,20 @@ def test_folders_without_a_head_are_refused(llama: Path, tmp_path: Path) -> None
         if why:
             with pytest.raises(ModelError, match=f"--speculative-config: .*({why})"):
                 build_runner(llama, speculative_config=eagle3(folder))
+
+
+def test_a_head_in_four_bits_is_refused_where_they_cannot_be_computed(llama: Path, tmp_path: Path) -> None:
+    build_head(tmp_path / "head")
+    quantise_head(tmp_path / "head", FOUR_BITS["awq"])
+    with pytest.raises(ModelError, match=r"--speculative-config: .*head: its weights are in four bits: .*not in bfloat16"):
+        build_runner(llama, dtype="bfloat16", speculative_config=eagle3(tmp_path / "head"))
+
+
+def test_a_head_with_invalid_scales_is_refused_by_name(llama: Path, tmp_path: Path) -> None:
+    build_head(tmp_path / "head")
+    quantise_head(tmp_path / "head", FORMS["fp8 per tensor"])
+    weights = load_file(tmp_path / "head" / "model.safetensors")
+    weights["fc.input_scale"] = torch.zeros(1)
+    save_file(weights, tmp_path / "head" / "model.safetensors")
+    with pytest.raises(ModelError, match=r"--speculative-config: .*head cannot be loaded: input_scale of a layer is 0.0"):
+        build_runner(llama, speculative_config=eagle3(tmp_path / "head"))

@@ -70,9 +70,8 @@ class Checkpoint:
             if head in tensors and embedding not in tensors:
                 tensors[embedding] = tensors.pop(head)
             if embedding in tensors and tensors[embedding].info.dtype in FORMATS:
-                tensors[head] = tensors[
-                    embedding
-                ]  # which computes in another layout than the embedding is looked up in
+                # The head computes in another layout than the embedding is looked up in.
+                tensors[head] = tensors[embedding]
                 self._tied = tied = False
         if quantised is not None:
             place_stored(model, quantised, tensors)

@@ -6,7 +6,7 @@ from pagewise_shared.config import DraftModelConfig, ExecutorConfig
 from pagewise_shared.errors import ModelError
 
 from pagewise_executor.models.eagle3 import load_head
-from pagewise_executor.models.loader import LoadedModel
+from pagewise_executor.models.loader import LoadedModel, errors_of_loading
 from pagewise_executor.models.mtp import MtpLayer, draft_model_config
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,8 @@ def add_draft_model(config: ExecutorConfig, loaded: LoadedModel) -> None:
     if wanted is None:
         return
     try:
-        _add(config, wanted, loaded)
+        with errors_of_loading(wanted.model or config.model, loaded.device):
+            _add(config, wanted, loaded)
     except ModelError as error:
         raise ModelError(f"--speculative-config: {error}") from error
     loaded.rotations, loaded.no_segments = [], _NO_SEGMENTS

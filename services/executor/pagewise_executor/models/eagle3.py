@@ -22,6 +22,7 @@ from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.families import join_rope
 from pagewise_executor.models.fused import FusedDecoderLayer, NormWeight, sum_of_one
+from pagewise_executor.models.kernel_choice import check_stored
 from pagewise_executor.models.llama import LlamaDecoderLayer, RMSNorm, RotaryEmbedding
 from pagewise_executor.models.llama_config import Count, LlamaConfig, NotReadableError
 from pagewise_executor.models.loader import LoadedModel, fingerprint
@@ -230,6 +231,8 @@ def load_head(config: ExecutorConfig, wanted: DraftModelConfig, loaded: LoadedMo
     quantised = read_quantisation(name, path, config.kv_dtype)
     if quantised is None:
         check_types(name, headers)
+    else:
+        check_stored(config, loaded.device, loaded.dtype, quantised)
     names = {_own_name(key) for header in headers.values() for key in header}
     head = _config(name, path, "layers.0.self_attn.q_norm.weight" in names)
     taken = taken_layers(head, len(decoder_layers(model)))
@@ -258,9 +261,7 @@ def load_head(config: ExecutorConfig, wanted: DraftModelConfig, loaded: LoadedMo
     for part in parts:
         replace_linears(config, weights, loaded.kernels, loaded.device, part, alone=True)
     rotary, digest = RotaryEmbedding(head).to(loaded.device), fingerprint(path, list(headers))
-    return EagleHead(
-        loaded, head, weights, operations, rotary, hidden_norm, embedding, targets, wanted, digest
-    )  # fmt: skip
+    return EagleHead(loaded, head, weights, operations, rotary, hidden_norm, embedding, targets, wanted, digest)
 
 
 def _files(name: str) -> tuple[Path, Headers]:

@@ -38,15 +38,10 @@ def candidates(
         ModelError: options cannot be fulfilled.
     """
     stored = quantised is not None and not quantised.in_floats
-    four_bits = quantised is not None and quantised.four_bits is not None
     if config.quantization != "none" and (error := _error_of_quantisation(config, device, dtype, stored)):
         raise ModelError(f"--quantization {config.quantization}: {error}")
-    if stored and config.deterministic:
-        raise ModelError(f"{config.model}: its weights are quantised, which does not go together with --deterministic")
-    if quantised is not None and quantised.in_blocks and (error := _error_of_cpu_weights(config, device, dtype)):
-        raise ModelError(f"{config.model}: its weights are in blocks of GGUF, for the CPU in float32: {error}")
-    if four_bits and (error := _error_of_four_bits(config, device, dtype)):
-        raise ModelError(f"{config.model}: its weights are in four bits: {error}")
+    if quantised is not None:
+        check_stored(config, device, dtype, quantised)
     if config.attention != "auto":
         from pagewise_executor.attention.prefill_choice import refuse_attention
 
@@ -64,6 +59,22 @@ def candidates(
     kv_dtype_for(config, dtype, backend_class, device)
     layout_of(config, backend_class)
     return found
+
+
+def check_stored(
+    config: ExecutorConfig, device: torch.device, dtype: torch.dtype, quantised: QuantisedCheckpoint
+) -> None:
+    """Check that a model of type ``dtype`` on ``device`` can have weights, or a draft model, that are ``quantised``.
+
+    Raises:
+        ModelError: it cannot have them.
+    """
+    if not quantised.in_floats and config.deterministic:
+        raise ModelError(f"{quantised.name}: its weights are quantised, which does not go together with --deterministic")
+    if quantised.in_blocks and (error := _error_of_cpu_weights(config, device, dtype)):
+        raise ModelError(f"{quantised.name}: its weights are in blocks of GGUF, for the CPU in float32: {error}")
+    if quantised.four_bits is not None and (error := _error_of_four_bits(config, device, dtype)):
+        raise ModelError(f"{quantised.name}: its weights are in four bits: {error}")
 
 
 def choose_kernels(config: ExecutorConfig, found: Candidates, layers: Sequence[AttentionShape]) -> tuple[Kernels, bool]:

@@ -134,7 +134,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
     _log_device(config, device, dtype, len(files))
     check_weights(config, skeleton, headers, device, dtype, ranks.size, stored=_in_bits(quantised))
     compilation = begin_compilation(config, path, device, ranks) if able.kernels[0] == "triton" else None
-    with _errors_of_loading(config, device):
+    with errors_of_loading(config.model, device):
         stored = checkpoint or family_checkpoint(
             config, whole, headers, device, quantised, dtype, max_model_len, ranks, model_config, mtp
         )
@@ -154,7 +154,7 @@ def load_model(config: ExecutorConfig, ranks: Ranks = ALONE) -> LoadedModel:
         from pagewise_executor.attention.prefill_choice import begin_choice
 
         begin_choice(config, device, layers)
-    with _errors_of_loading(config, device):
+    with errors_of_loading(config.model, device):
         calibration = Calibration(sample, dict(zip(attention, layers, strict=True))) if sample is not None else None
         fallback |= prepare(config, model, kernels, len(attention), max_model_len, device, read, ranks, calibration)
         if compilation is not None:
@@ -235,22 +235,22 @@ def _key_rotations(
 
 
 @contextmanager
-def _errors_of_loading(config: ExecutorConfig, device: torch.device) -> Iterator[None]:
-    """Convert exceptions within to a ModelError that names the model."""
+def errors_of_loading(name: str, device: torch.device) -> Iterator[None]:
+    """Convert exceptions within to a ModelError with the ``name`` of the model that is loaded to ``device``."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"not enough memory on {device} for the weights of {config.model}: end other programs that use it, or try "
+            f"not enough memory on {device} for the weights of {name}: end other programs that use it, or try "
             f"--quantization {'fp8' if device.type == 'cuda' else 'int8'}"
         ) from error
     except UnknownShardError as error:
-        raise ModelError(f"{config.model}: {error}") from error
+        raise ModelError(f"{name}: {error}") from error
     except ModelError:
         raise
     except Exception as error:  # transformers raises plain exceptions of many kinds for a config.json that is wrong
-        log.debug("%s cannot be loaded", config.model, exc_info=True)
-        raise ModelError(f"{config.model} cannot be loaded: {first_line(error)}") from error
+        log.debug("%s cannot be loaded", name, exc_info=True)
+        raise ModelError(f"{name} cannot be loaded: {first_line(error)}") from error
 
 
 def _variant(

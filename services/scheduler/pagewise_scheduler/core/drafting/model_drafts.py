@@ -10,6 +10,7 @@ While a step proposes drafts, the next plan waits for its result. While none doe
 """
 
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pagewise_scheduler.core.drafting.draft_lengths import Acceptance, DraftLengths
@@ -18,7 +19,6 @@ from pagewise_scheduler.core.drafting.step_times import ChunkSize, StepSize
 from pagewise_scheduler.core.requests.request import RequestSequence
 
 if TYPE_CHECKING:
-    from pagewise_scheduler.core.features.drafts import Drafting
     from pagewise_scheduler.core.scheduling.scheduler import Scheduler
     from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
@@ -29,10 +29,21 @@ _LATELY = 0.05
 
 
 class ModelDrafts:
-    """Asks for proposals of up to ``most_tokens`` tokens, and makes drafts of them; a ``Drafter``."""
+    """Asks for proposals of up to ``most_tokens`` tokens, and makes drafts of them; a ``Drafter``.
 
-    def __init__(self, scheduler: "Scheduler", most_tokens: int, most_running: int, drafting: "Drafting") -> None:
-        self._scheduler, self._drafting = scheduler, drafting
+    ``most``: returns the most tokens of a draft for a sequence of which so many more tokens are coming.
+    ``is_draftable``: tells whether tokens of a sequence may be drafted at all.
+    """
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        most_tokens: int,
+        most_running: int,
+        most: Callable[[RequestSequence, int], int],
+        is_draftable: Callable[[RequestSequence], bool],
+    ) -> None:
+        self._scheduler, self._most, self._is_draftable = scheduler, most, is_draftable
         self.most_tokens, self.most_running = most_tokens, most_running or float("inf")
         self.ahead = most_tokens - 1
         self._lengths, self._trials = DraftLengths(most_tokens, scheduler.costs.first), DraftTrials()
@@ -91,10 +102,8 @@ class ModelDrafts:
         if len(decoding) <= self.most_running and not plain:
             for sequence in decoding:
                 if (expected := self._expected.get(sequence)) is not None and expected.is_due(step):
-                    most = self._drafting.most(
-                        sequence, coming=1
-                    )  # or more, if this step verifies a draft that is right
-                    if most > 0:
+                    # More than one token may come, if this step verifies a draft that is right.
+                    if (most := self._most(sequence, 1)) > 0:
                         candidates[sequence] = expected, most
         lengths = self._lengths.choose(candidates, len(decoding), most_verified) if candidates else {}
         for sequence, (expected, _) in candidates.items():
@@ -122,7 +131,7 @@ class ModelDrafts:
             output = min(sequence.max_num_tokens - sequence.num_tokens, self._output)
             may = running <= self.most_running and not self._trials.resting
             self._expected[sequence] = None
-            if may and self._drafting.is_draftable(sequence) and self._lengths.pays(running, prompt, output):
+            if may and self._is_draftable(sequence) and self._lengths.pays(running, prompt, output):
                 self._expected[sequence] = self._taken[sequence] = self._lengths.new()
                 self._trials.took_prompt(prompt * times.prompt_token / times.plain_seconds(running))
 

@@ -9,6 +9,7 @@ Two steps would stay in flight, but the scheduler could plan neither a row's blo
 """
 
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pagewise_shared.config.speculative import SpeculativeConfig
@@ -17,7 +18,6 @@ from pagewise_shared.segments import TOKEN_ID
 from pagewise_scheduler.core.requests.request import RequestSequence
 
 if TYPE_CHECKING:
-    from pagewise_scheduler.core.features.drafts import Drafting
     from pagewise_scheduler.core.scheduling.decode_set import DecodeSet
     from pagewise_scheduler.core.scheduling.step import Drafts, StepInFlight
 
@@ -31,20 +31,23 @@ _TOKEN_IDS = int.from_bytes(TOKEN_ID.to_bytes(_TOKEN_BYTES, "little") * _WINDOW,
 
 
 class PromptLookup:
-    """Looks drafts up for the members of ``decoding``; a ``Drafter``."""
+    """Looks drafts up for the members of ``decoding``; a ``Drafter``.
+
+    ``most``: returns the most tokens of a draft for a sequence.
+    """
 
     ahead = 0
 
-    def __init__(self, config: SpeculativeConfig, decoding: "DecodeSet", drafting: "Drafting") -> None:
-        self._config, self._decoding, self._drafting = config, decoding, drafting
+    def __init__(
+        self, config: SpeculativeConfig, decoding: "DecodeSet", most: Callable[[RequestSequence], int]
+    ) -> None:
+        self._config, self._decoding, self._most = config, decoding, most
         self.most_tokens, self.most_running = config.num_speculative_tokens, float(config.disable_by_batch_size)
         self._awaited: RequestSequence | None = None
 
     def waits(self) -> bool:
         """Whether a draft is in sight."""
-        in_sight = (
-            sequence for sequence in self._decoding.order() if self.draft(sequence, self._drafting.most(sequence))
-        )
+        in_sight = (sequence for sequence in self._decoding.order() if self.draft(sequence, self._most(sequence)))
         self._awaited = next(in_sight, None)
         return self._awaited is not None
 

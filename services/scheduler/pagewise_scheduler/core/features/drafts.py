@@ -50,10 +50,11 @@ class Drafting(Feature):
         self._with_grammars = options.drafts_with_grammars
         self._drafter: Drafter
         if options.max_proposed:
-            self._drafter = ModelDrafts(scheduler, options.max_proposed, options.max_proposing, self)
+            proposed, proposing = options.max_proposed, options.max_proposing
+            self._drafter = ModelDrafts(scheduler, proposed, proposing, self.most, self.is_draftable)
         else:
             assert options.speculative is not None
-            self._drafter = PromptLookup(options.speculative, self._decoding, self)
+            self._drafter = PromptLookup(options.speculative, self._decoding, self.most)
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
     def may_plan(self) -> bool:
