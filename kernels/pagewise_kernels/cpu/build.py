@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "attention.c", "elementwise.c", "experts.c", "grouped_rows.c", "int4_experts.c", "layer.c", "linear.c",
+    "attention.c", "elementwise.c", "experts.c", "grouped_experts.c", "grouped_rows.c", "layer.c", "linear.c",
     "linear_grouped.c", "linear_int8.c", "mxfp4_experts.c", "recurrent.c", "router.c", "small_blocks.c", "team.c",
 )  # fmt: skip
 GLIBC = "2.17"

@@ -16,7 +16,22 @@ enum { CODES_AHEAD = 4096 };
 // of codes that have been unpacked to eight bits each.
 enum source { FOURS, NUMBERS, EIGHTS, LOWER, UPPER, TILE };
 
-void read_group(const struct grouped_weight *w, const float *x, long g, float *to) {
+struct grouped_weight grouped_weight_of(const struct weight *w) {
+  const void *const *p = w->parts;
+  const int64_t *n = w->numbers;
+  if (w->kind == INT4_WEIGHT)
+    return (struct grouped_weight){
+        .kind = n[2] ? E2M1 : INT4, .order = p[0], .codes = p[1], .scales = p[2], .zeros = p[3], .bias = p[4],
+        .factor = w->factor, .zero = n[2] ? E2M1_ZERO : SYMMETRIC_ZERO, .ins = w->ins, .outs = w->outs, .groups = n[0],
+        .group = n[1], .span = 1};
+  return (struct grouped_weight){
+      .kind = n[3] == 8 ? STEPS8 : STEPS4, .codes = p[0], .scales = p[1], .steps = p[2], .leasts = p[3],
+      .least_steps = p[4], .bias = p[5], .factor = 1, .zero = n[4], .ins = w->ins, .outs = w->outs, .groups = n[0],
+      .group = n[1], .span = n[2]};
+}
+
+// to [group] = the inputs of a group of a row, x [ins], in the order of the slots.
+static void read_group(const struct grouped_weight *w, const float *x, long g, float *to) {
   long first = g * w->group;
   if (w->order) {
     for (long k = 0; k < w->group; k++) to[k] = w->order[first + k] < 0 ? 0 : x[w->order[first + k]];
@@ -27,11 +42,15 @@ void read_group(const struct grouped_weight *w, const float *x, long g, float *t
   }
 }
 
-void quantise_row(const struct grouped_weight *w, const float *x, const struct grouped_rows *to, long row) {
+void read_row(const struct grouped_weight *w, const float *x, const struct grouped_rows *to, long row) {
   for (long g = 0; g < w->groups; g++) {
     float copied[MOST_GROUP], scale;
     int32_t sum;
     long at = g * to->rows + row;
+    if (to->floats) {
+      read_group(w, x, g, to->floats + at * w->group);
+      continue;
+    }
     int whole = !w->order && (g + 1) * w->group <= w->ins;
     if (!whole) read_group(w, x, g, copied);
     quantise_inputs(whole ? x + g * w->group : copied, w->group, to->bytes + at * w->group, &scale, &sum);
@@ -276,8 +295,41 @@ INLINE void multiply_kind(const struct grouped_weight *w, const struct grouped_r
   if (r < rows) multiply_rows(w, x, kind, 1, first + r, panel, sums + r * PANEL);
 }
 
+// weights [group, PANEL] = the weights of a group of a panel in float32.
+static void unpack_group(const struct grouped_weight *w, long panel, long g, float *weights) {
+  long at = (panel * w->groups + g) * PANEL, of_span = (panel * (w->groups / w->span) + g / w->span) * PANEL;
+  long bits = w->kind == STEPS8 ? 8 : 4;
+  const uint32_t *codes = w->codes + (panel * w->groups + g) * words_of_group(w, w->kind);
+  for (int n = 0; n < NR; n++) {
+    floats scales = scales_of(w->kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC) * w->factor, leasts = all(0);
+    if (w->leasts) leasts = scales_of(w->kind, w->leasts, w->least_steps, of_span + n * VEC, at + n * VEC);
+    ints zeros = w->zeros ? zeros_of(w->zeros + at + n * VEC) : (ints){} + (int32_t)w->zero;
+    for (long k = 0; k < w->group; k++) {
+      long within = k % SLOTS, shift = bits == 8 ? within % 4 * 8 : within % 4 * 8 + within / 4 * 4;
+      words code = load_words(codes + k * bits / 32 * PANEL + n * VEC) >> (int)shift & (bits == 8 ? 255 : 15);
+      if (w->kind == E2M1) code = doubled_e2m1(code) & 255;
+      floats value = __builtin_convertvector((ints)code - zeros, floats) * scales - leasts;
+      store(weights + k * PANEL, n * VEC, value, 0);
+    }
+  }
+}
+
+static void multiply_exactly(const struct grouped_weight *w, const struct grouped_rows *x, long first, long rows, long panel,
+                             float *sums) {
+  float weights[MOST_GROUP * PANEL];
+  for (long g = 0; g < w->groups; g++) {
+    unpack_group(w, panel, g, weights);
+    product(rows, PANEL, w->group, x->floats + (g * x->rows + first) * w->group, w->group, weights, w->group, sums, PANEL,
+            g > 0);
+  }
+}
+
 void multiply_panel(const struct grouped_weight *weight, const struct grouped_rows *rows_of, long first, long rows,
                     long panel, float *sums) {
+  if (rows_of->floats) {
+    multiply_exactly(weight, rows_of, first, rows, panel, sums);
+    return;
+  }
   // Copies, which no sum that is stored can change, so that the compiler keeps them in registers.
   struct grouped_weight w = *weight;
   const struct grouped_rows x = *rows_of;
@@ -293,23 +345,5 @@ void multiply_panel(const struct grouped_weight *weight, const struct grouped_ro
     case E2M1: multiply_kind(&w, &x, E2M1, first, rows, panel, sums); break;
     case STEPS4: multiply_kind(&w, &x, STEPS4, first, rows, panel, sums); break;
     default: multiply_kind(&w, &x, STEPS8, first, rows, panel, sums);
-  }
-}
-
-void unpack_group(const struct grouped_weight *w, long panel, long g, float *weights) {
-  long at = (panel * w->groups + g) * PANEL, of_span = (panel * (w->groups / w->span) + g / w->span) * PANEL;
-  long bits = w->kind == STEPS8 ? 8 : 4;
-  const uint32_t *codes = w->codes + (panel * w->groups + g) * words_of_group(w, w->kind);
-  for (int n = 0; n < NR; n++) {
-    floats scales = scales_of(w->kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC) * w->factor, leasts = all(0);
-    if (w->leasts) leasts = scales_of(w->kind, w->leasts, w->least_steps, of_span + n * VEC, at + n * VEC);
-    ints zeros = w->zeros ? zeros_of(w->zeros + at + n * VEC) : (ints){} + (int32_t)w->zero;
-    for (long k = 0; k < w->group; k++) {
-      long within = k % SLOTS, shift = bits == 8 ? within % 4 * 8 : within % 4 * 8 + within / 4 * 4;
-      words code = load_words(codes + k * bits / 32 * PANEL + n * VEC) >> (int)shift & (bits == 8 ? 255 : 15);
-      if (w->kind == E2M1) code = doubled_e2m1(code) & 255;
-      floats value = __builtin_convertvector((ints)code - zeros, floats) * scales - leasts;
-      store(weights + k * PANEL, n * VEC, value, 0);
-    }
   }
 }

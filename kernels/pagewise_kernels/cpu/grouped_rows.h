@@ -5,8 +5,12 @@
 #pragma once
 
 #include "products.h"
+#include "weight.h"
 
 enum { MOST_GROUP = 128 };
+
+// Below so many weights times rows, or inputs times rows, waking a thread costs more than it saves.
+enum { ALONE_PRODUCTS = 1 << 20, ALONE_INPUTS = 1 << 17 };
 
 // Weights are (code - zero) * scale, or in the last two kinds also code * scale - least.
 //
@@ -36,28 +40,27 @@ struct grouped_weight {
   long zero, ins, outs, groups, group, span;
 };
 
-// Quantised rows of one weight. bytes [groups, rows, group], so that the rows of a group do not lie in the same lines of
-// the cache; scales, sums [groups, rows]: the scales times ``factor``, and minus the sums, which are multiplied by the
-// zero where it is that of all weights.
+// The weights of a layer of the kinds INT4_WEIGHT and GROUPED_WEIGHT.
+struct grouped_weight grouped_weight_of(const struct weight *w);
+
+// Rows as the product with one weight reads them, quantised or in float32. bytes [groups, rows, group], so that the rows of
+// a group do not lie in the same lines of the cache; scales, sums [groups, rows]: the scales times ``factor``, and minus
+// the sums, which are multiplied by the zero where it is that of all weights. floats [groups, rows, group] instead, or NULL.
 struct grouped_rows {
   int8_t *bytes;
   float *scales;
   int32_t *sums;
+  float *floats;
   long rows;
 };
 
-// to [group] = the inputs of a group of a row, x [ins], in the order of the slots.
-void read_group(const struct grouped_weight *w, const float *x, long g, float *to);
-
-// Quantise row number ``row``, x [ins]. A NaN or an infinite input makes the whole result of the row so.
-void quantise_row(const struct grouped_weight *w, const float *x, const struct grouped_rows *to, long row);
+// Read row number ``row``, x [ins], and quantise it unless rows are in float32. A NaN or an infinite input makes the whole
+// result of the row so.
+void read_row(const struct grouped_weight *w, const float *x, const struct grouped_rows *to, long row);
 
 // sums [rows, PANEL] = rows ``first`` and so on, at most ROW_BLOCK, times a panel, without the bias.
 void multiply_panel(const struct grouped_weight *w, const struct grouped_rows *x, long first, long rows, long panel,
                     float *sums);
-
-// weights [group, PANEL] = the weights of a group of a panel in float32.
-void unpack_group(const struct grouped_weight *w, long panel, long g, float *weights);
 
 // out [rows, outs] = sums [rows, PANEL] of a panel, plus the bias.
 INLINE void write_panel(const struct grouped_weight *w, long rows, long panel, const float *sums, float *out) {

@@ -3,6 +3,7 @@
 #include <stddef.h>
 
 #include "attention.h"
+#include "weight.h"
 
 // Of linear.c, linear_int8.c, linear_grouped.c, elementwise.c and attention.c.
 void pagewise_linear(const float *x, long x_stride, const float *packed, const float *bias, float *out, long rows, long in,
@@ -10,28 +11,12 @@ void pagewise_linear(const float *x, long x_stride, const float *packed, const f
 void pagewise_linear_int8(const float *x, long x_stride, const int8_t *packed, const float *scales, const int32_t *offsets,
                           const float *bias, float *out, uint8_t *inputs, float *row_scales, long rows, long in, long outs,
                           long threads);
-void pagewise_linear_int4(const float *x, long x_stride, const int32_t *order, const uint32_t *codes,
-                          const uint16_t *scales, const uint8_t *zeros, const float *bias, float factor, float *out,
-                          void *inputs, float *input_scales, int32_t *input_sums, long e2m1, long exact, long rows,
-                          long given, long groups, long group, long outs, long threads);
-void pagewise_linear_grouped(const float *x, long x_stride, const uint32_t *codes, const uint16_t *scales,
-                             const int8_t *steps, const uint16_t *leasts, const int8_t *least_steps, const float *bias,
-                             float *out, int8_t *inputs, float *input_scales, int32_t *input_sums, long bits, long zero,
-                             long exact, long rows, long groups, long group, long span, long outs, long threads);
+void pagewise_linear_grouped(const float *x, long x_stride, const struct weight *weight, float *out, void *inputs,
+                             float *input_scales, int32_t *input_sums, long exact, long rows, long threads);
 void pagewise_rms_norm(const void *x, long x_stride, void *residual, const void *weight, void *out, long rows, long size,
                        float eps, int bf16, long threads);
 void pagewise_silu_mul(const void *gate_up, long stride, void *out, long rows, long size, int bf16, long threads);
 int pagewise_attend(const struct attention *a);
-
-enum kind { FLOAT32, INT8_WEIGHT, INT4_WEIGHT, GROUPED };
-
-// A linear layer of a kind: its pointers and numbers, in the order of the arguments of the operation that computes it.
-struct weight {
-  int64_t kind, ins, outs;
-  const void *parts[6];
-  int64_t numbers[5];
-  float factor;
-};
 
 // norm [hidden]: of an RMSNorm with eps before the first of two linear layers.
 struct half_layer {
@@ -62,7 +47,6 @@ static void multiply(const struct weight *w, const float *x, float *out, char *s
   float *scales = take(&scratch, groups_of(w) * rows * sizeof(float));
   int32_t *sums = take(&scratch, groups_of(w) * rows * sizeof(float));
   const void *const *p = w->parts;
-  const int64_t *n = w->numbers;
   switch (w->kind) {
     case FLOAT32:
       pagewise_linear(x, w->ins, p[0], p[1], out, rows, w->ins, w->outs, threads);
@@ -70,13 +54,8 @@ static void multiply(const struct weight *w, const float *x, float *out, char *s
     case INT8_WEIGHT:
       pagewise_linear_int8(x, w->ins, p[0], p[1], p[2], p[3], out, inputs, scales, rows, w->ins, w->outs, threads);
       break;
-    case INT4_WEIGHT:
-      pagewise_linear_int4(x, w->ins, p[0], p[1], p[2], p[3], p[4], w->factor, out, inputs, scales, sums, n[2], 0, rows,
-                           w->ins, n[0], n[1], w->outs, threads);
-      break;
     default:
-      pagewise_linear_grouped(x, w->ins, p[0], p[1], p[2], p[3], p[4], p[5], out, inputs, scales, sums, n[3], n[4], 0, rows,
-                              n[0], n[1], n[2], w->outs, threads);
+      pagewise_linear_grouped(x, w->ins, w, out, inputs, scales, sums, 0, rows, threads);
   }
 }
 

@@ -55,15 +55,8 @@ FUNCTIONS = {
     "pagewise_linear_int8": [
         _POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG, _LONG, _LONG
     ],
-    "pagewise_linear_int4": [
-        _POINTER, _LONG, *[_POINTER] * 5, ctypes.c_float, *[_POINTER] * 4, *[_LONG] * 8
-    ],
-    "pagewise_int4_experts": [
-        *[_POINTER] * 11, *[ctypes.c_float] * 3, *[_LONG] * 7
-    ],
-    "pagewise_linear_grouped": [
-        _POINTER, _LONG, *[_POINTER] * 10, *[_LONG] * 9
-    ],
+    "pagewise_linear_grouped": [_POINTER, _LONG, *[_POINTER] * 5, _LONG, _LONG, _LONG],
+    "pagewise_grouped_experts": [*[_POINTER] * 10, *[ctypes.c_float] * 3, *[_LONG] * 7],
     "pagewise_half_layer_scratch": [_POINTER, _LONG],
     "pagewise_attention_half": [*[_POINTER] * 9, _LONG, _LONG],
     "pagewise_mlp_half": [*[_POINTER] * 5, _LONG, _LONG],
@@ -110,7 +103,7 @@ class AttentionArguments(ctypes.Structure):
 
 
 class WeightArguments(ctypes.Structure):
-    """``struct weight`` of layer.c: a linear layer of any kind."""
+    """``struct weight`` of weight.h: a linear layer of any kind."""
 
     _fields_ = (
         ("kind", _LONG), ("ins", _LONG), ("outs", _LONG), ("parts", _POINTER * 6), ("numbers", _LONG * 5),

@@ -1,5 +1,8 @@
 """Linear layers on the CPU whose weights have scales in two steps, as in GGUF files, for float32 batches."""
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 
 from pagewise_kernels.cpu.library import WeightArguments, empty, load_library, threads
@@ -9,7 +12,57 @@ GROUPS = (16, 32)
 """The numbers of inputs that may share a step."""
 
 
-class GroupedWeight:
+class WeightInGroups:
+    """The weight [outs, ins] of a linear layer in four or eight bits, of which groups of inputs share scales.
+
+    ``groups``, ``group``: the number and the size of the groups of the packed weight, in which inputs may be zeros.
+    """
+
+    def __init__(
+        self,
+        kind: int,
+        shape: torch.Size,
+        parts: Sequence[torch.Tensor | None],
+        numbers: tuple[int, ...],
+        factor: float,
+    ) -> None:
+        self._library = load_library()
+        self.outs, self.ins = shape
+        self.groups, self.group = numbers[:2]
+        self._kept = parts  # while the structure points to them
+        pointers = tuple(None if part is None else part.data_ptr() for part in parts)
+        self._arguments = WeightArguments(kind, self.ins, self.outs, pointers, numbers, factor)
+
+    @property
+    def arguments(self) -> WeightArguments:
+        """This weight as an argument of operations."""
+        return self._arguments
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of codes, scales, steps and zeros."""
+        return sum(part.nbytes for part in self._kept if part is not None and part.dim() > 1)
+
+    def linear(self, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
+        """Map x [rows, ins] to [rows, outs].
+
+        ``exact``: inputs stay in float32; otherwise they are rounded to eight bits, with a scale for each group.
+
+        Raises:
+            ValueError: x does not fit. TypeError: it is not float32 on the CPU.
+        """
+        rows = check_input(x, self.ins)
+        out = empty((rows, self.outs), x.dtype)
+        inputs = empty((rows, self.groups * self.group), torch.float32 if exact else torch.int8)
+        scales, sums = x.new_empty(rows, self.groups), x.new_empty(rows, self.groups, dtype=torch.int32)
+        self._library.pagewise_linear_grouped(
+            x.data_ptr(), x.stride(0), ctypes.byref(self._arguments), out.data_ptr(), inputs.data_ptr(),
+            scales.data_ptr(), sums.data_ptr(), exact, rows, threads(),
+        )  # fmt: skip
+        return out
+
+
+class GroupedWeight(WeightInGroups):
     """The weight [outs, ins] and the bias [outs] of a linear layer, in the layout that the product reads.
 
     A weight is (code - ``zero``) · scale · step, or code · scale · step - least · least step. ``codes`` uint8
@@ -31,66 +84,36 @@ class GroupedWeight:
         least_steps: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> None:
-        self._library = load_library()
-        self.outs, self.ins = codes.shape
-        spans = scales.shape[1]
-        self._groups = spans if steps is None else steps.shape[1]
-        self.group, self._span = self.ins // max(1, self._groups), self._groups // max(1, spans)
-        self._check(codes, bits, scales, steps, leasts, least_steps)
+        ins, spans = codes.shape[1], scales.shape[1]
+        groups = spans if steps is None else steps.shape[1]
+        group, span = ins // max(1, groups), groups // max(1, spans)
+        _check(codes, bits, (groups, group, span), scales, steps, leasts, least_steps)
         if leasts is not None and zero:
             raise ValueError(f"weights with leasts have codes from zero on, not from {zero}")
-        self.bits, self._zero = bits, zero
-        self.packed = in_panels(_words(codes, bits))
-        small = [None if part is None else in_panels(part.view(torch.int8)) for part in (steps, least_steps)]
-        self.scales, self.steps = in_panels(scales), small[0]
-        self.leasts, self.least_steps = None if leasts is None else in_panels(leasts), small[1]
-        self.bias = None if bias is None else bias.detach().float().contiguous()
-        parts = (self.packed, self.scales, self.steps, self.leasts, self.least_steps, self.bias)
-        self._pointers = [None if part is None else part.data_ptr() for part in parts]
+        self.bits = bits
+        bytes_of = [None if part is None else part.view(torch.int8) for part in (steps, least_steps)]
+        packed = [
+            None if part is None else in_panels(part)
+            for part in (_words(codes, bits), scales, bytes_of[0], leasts, bytes_of[1])
+        ]
+        packed.append(None if bias is None else bias.detach().float().contiguous())
+        super().__init__(3, codes.shape, packed, (groups, group, span, bits, zero), 1.0)
 
-    def _check(self, codes: torch.Tensor, bits: int, scales: torch.Tensor, *others: torch.Tensor | None) -> None:
-        steps, leasts, least_steps = others
-        types = [part.dtype for part in (scales, scales if leasts is None else leasts)]
-        bytes_of = [part.dtype.itemsize for part in (codes, steps, least_steps) if part is not None]
-        if types != [torch.float16] * 2 or {1} != set(bytes_of) or not codes.is_cpu or bits not in (4, 8):
-            raise TypeError(f"weights have codes in bytes of 4 or 8 bits, and scales float16 on the CPU, not {types}")
-        shapes = [(self.outs, self._groups)] * 2 + [(self.outs, scales.shape[1])] * 2
-        found = [shape if part is None else tuple(part.shape)
-                 for part, shape in zip((steps, least_steps, scales, leasts), shapes, strict=True)]  # fmt: skip
-        whole = self.group * self._groups == self.ins and self._span * scales.shape[1] == self._groups
-        if found != shapes or self.group not in GROUPS or not whole:
-            raise ValueError(f"codes of shape {list(codes.shape)} do not fit scales and steps of shapes {found}")
 
-    @property
-    def num_bytes(self) -> int:
-        """The memory of codes, scales and steps."""
-        parts = (self.packed, self.scales, self.steps, self.leasts, self.least_steps)
-        return sum(part.nbytes for part in parts if part is not None)
-
-    @property
-    def arguments(self) -> WeightArguments:
-        """This weight as an argument of ``pagewise_kernels.cpu.layer``."""
-        return WeightArguments(
-            3, self.ins, self.outs, tuple(self._pointers), (self._groups, self.group, self._span, self.bits, self._zero)
-        )
-
-    def linear(self, x: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
-        """Map x [rows, ins] to [rows, outs].
-
-        ``exact``: inputs stay in float32; otherwise they are rounded to eight bits, with a scale for each group.
-
-        Raises:
-            ValueError: x does not fit. TypeError: it is not float32 on the CPU.
-        """
-        rows = check_input(x, self.ins)
-        out, inputs = empty((rows, self.outs), x.dtype), empty((0 if exact else rows, self.ins), torch.int8)
-        scales, sums = x.new_empty(rows, self._groups), x.new_empty(rows, self._groups, dtype=torch.int32)
-        self._library.pagewise_linear_grouped(
-            x.data_ptr(), x.stride(0), *self._pointers, out.data_ptr(), inputs.data_ptr(), scales.data_ptr(),
-            sums.data_ptr(), self.bits, self._zero, exact, rows, self._groups, self.group, self._span, self.outs,
-            threads(),
-        )  # fmt: skip
-        return out
+def _check(
+    codes: torch.Tensor, bits: int, sizes: tuple[int, int, int], scales: torch.Tensor, *others: torch.Tensor | None
+) -> None:
+    (outs, ins), (groups, group, span), (steps, leasts, least_steps) = codes.shape, sizes, others
+    types = [part.dtype for part in (scales, scales if leasts is None else leasts)]
+    bytes_of = [part.dtype.itemsize for part in (codes, steps, least_steps) if part is not None]
+    if types != [torch.float16] * 2 or {1} != set(bytes_of) or not codes.is_cpu or bits not in (4, 8):
+        raise TypeError(f"weights have codes in bytes of 4 or 8 bits, and scales float16 on the CPU, not {types}")
+    shapes = [(outs, groups)] * 2 + [(outs, scales.shape[1])] * 2
+    found = [shape if part is None else tuple(part.shape)
+             for part, shape in zip((steps, least_steps, scales, leasts), shapes, strict=True)]  # fmt: skip
+    whole = group * groups == ins and span * scales.shape[1] == groups
+    if found != shapes or group not in GROUPS or not whole:
+        raise ValueError(f"codes of shape {list(codes.shape)} do not fit scales and steps of shapes {found}")
 
 
 def _words(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -102,7 +102,7 @@ def test_folders_without_a_head_are_refused(llama: Path, tmp_path: Path) -> None
 def test_a_head_in_four_bits_is_refused_where_they_cannot_be_computed(llama: Path, tmp_path: Path) -> None:
     build_head(tmp_path / "head")
     quantise_head(tmp_path / "head", FOUR_BITS["awq"])
-    with pytest.raises(ModelError, match=r"--speculative-config: .*head: its weights are in four bits: .*not in bfloat16"):
+    with pytest.raises(ModelError, match=r"-config: .*head: its weights are in four bits: .*not in bfloat16"):
         build_runner(llama, dtype="bfloat16", speculative_config=eagle3(tmp_path / "head"))
 
 
@@ -112,5 +112,5 @@ def test_a_head_with_invalid_scales_is_refused_by_name(llama: Path, tmp_path: Pa
     weights = load_file(tmp_path / "head" / "model.safetensors")
     weights["fc.input_scale"] = torch.zeros(1)
     save_file(weights, tmp_path / "head" / "model.safetensors")
-    with pytest.raises(ModelError, match=r"--speculative-config: .*head cannot be loaded: input_scale of a layer is 0.0"):
+    with pytest.raises(ModelError, match=r"-config: .*head cannot be loaded: input_scale of a layer is 0.0"):
         build_runner(llama, speculative_config=eagle3(tmp_path / "head"))

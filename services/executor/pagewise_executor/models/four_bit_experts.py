@@ -11,13 +11,11 @@ from pagewise_executor.models.cpu_mixtures import find_experts
 from pagewise_executor.models.four_bit_linear import CpuFourBitExperts, FourBitLinear
 from pagewise_executor.models.four_bit_weight import FourBitWeight, Rounding, round_alone
 from pagewise_executor.models.gguf_weight import GgufWeight
-from pagewise_executor.models.packed_linear import GroupedLinear, Int4Linear
 from pagewise_executor.models.quantised_families import Experts
 from pagewise_executor.models.quantised_linear import join_linears
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.int4_experts import Int4Experts, Int4Parts
-    from pagewise_kernels.cpu.linear_experts import LinearExperts
+    from pagewise_kernels.cpu.grouped_experts import GroupedExperts, Parts
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +26,14 @@ def quantise_experts(model: nn.Module, within: str, rounding: Rounding = round_a
 
     Others stay as they are.
     """
-    from pagewise_kernels.cpu.int4_experts import Int4Experts
+    from pagewise_kernels.cpu.grouped_experts import GroupedExperts
 
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         found = find_experts(module)
         if found is None:
             continue
         weights, activation = found
-        halves: list[list[Int4Parts]] = [[], []]
+        halves: list[list[Parts]] = [[], []]
         biases: list[torch.Tensor | None] = [*weights[2:]] or [None, None]
         squares = error = 0.0
         for half, (weight, bias) in enumerate(zip(weights[:2], biases, strict=True)):
@@ -43,7 +41,7 @@ def quantise_experts(model: nn.Module, within: str, rounding: Rounding = round_a
                 made, added = rounding(module, one, half, expert)
                 squares, error = squares + float(torch.linalg.vector_norm(one)) ** 2, error + added
                 halves[half].append(_parts(made, None if bias is None else bias[expert]))
-        packed = Int4Experts(halves[0], halves[1], activation)
+        packed = GroupedExperts(halves[0], halves[1], activation)
         model.set_submodule(name, CpuFourBitExperts(packed, (squares, error)))
 
 
@@ -63,28 +61,23 @@ def pack_four_bit_experts(model: nn.Module, within: str) -> None:
                 log.warning("the experts %s are computed one after the other: not all can be joined", name)
 
 
-def _packed(linears: Sequence[Sequence[nn.Module]]) -> "Int4Experts | LinearExperts | None":
+def _packed(linears: Sequence[Sequence[nn.Module]]) -> "GroupedExperts | None":
     """Return the experts with these linear layers, gate, up and down of each; None: not all are in four bits or of a
     GGUF file, or gate and up cannot be joined."""
-    from pagewise_kernels.cpu.int4_experts import Int4Experts
-    from pagewise_kernels.cpu.linear_experts import LinearExperts
+    from pagewise_kernels.cpu.grouped_experts import GroupedExperts
 
     pairs = [(join_linears(expert[:2]), expert[2]) for expert in linears]
     halves = [[one for one in half if isinstance(one, FourBitLinear)] for half in zip(*pairs, strict=True)]
     if min(map(len, halves)) < len(pairs):
         return None
-    weights = [[(one.quantised, one.bias) for one in half] for half in halves]
-    parts = [[_parts(weight, bias) for weight, bias in half if isinstance(weight, FourBitWeight)] for half in weights]
-    if min(map(len, parts)) == len(pairs):
-        return Int4Experts(parts[0], parts[1])
-    return LinearExperts(*(
-        [GroupedLinear(weight, bias).packed if isinstance(weight, GgufWeight) else Int4Linear(weight, bias).packed
-         for weight, bias in half]
-        for half in weights
-    ))  # fmt: skip
+    gate_up, down = ([_parts(one.quantised, one.bias) for one in half] for half in halves)
+    return GroupedExperts(gate_up, down)
 
 
-def _parts(weight: FourBitWeight, bias: torch.Tensor | None) -> "Int4Parts":
-    from pagewise_kernels.cpu.int4_experts import Int4Parts
+def _parts(weight: FourBitWeight | GgufWeight, bias: torch.Tensor | None) -> "Parts":
+    from pagewise_kernels.cpu.grouped_experts import GroupedParts, Int4Parts
 
-    return Int4Parts(weight.codes, weight.scales, weight.zeros, weight.group_of, bias, weight.unit)
+    if isinstance(weight, FourBitWeight):
+        return Int4Parts(weight.codes, weight.scales, weight.zeros, weight.group_of, bias, weight.unit)
+    w = weight
+    return GroupedParts(w.codes, w.bits, w.zero, w.scales, w.steps, w.leasts, w.least_steps, bias)

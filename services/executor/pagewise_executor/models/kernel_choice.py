@@ -70,7 +70,9 @@ def check_stored(
         ModelError: it cannot have them.
     """
     if not quantised.in_floats and config.deterministic:
-        raise ModelError(f"{quantised.name}: its weights are quantised, which does not go together with --deterministic")
+        raise ModelError(
+            f"{quantised.name}: its weights are quantised, which does not go together with --deterministic"
+        )
     if quantised.in_blocks and (error := _error_of_cpu_weights(config, device, dtype)):
         raise ModelError(f"{quantised.name}: its weights are in blocks of GGUF, for the CPU in float32: {error}")
     if quantised.four_bits is not None and (error := _error_of_four_bits(config, device, dtype)):

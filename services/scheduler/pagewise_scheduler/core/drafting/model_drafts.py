@@ -101,10 +101,10 @@ class ModelDrafts:
         candidates: dict[RequestSequence, tuple[Acceptance, int]] = {}
         if len(decoding) <= self.most_running and not plain:
             for sequence in decoding:
-                if (expected := self._expected.get(sequence)) is not None and expected.is_due(step):
-                    # More than one token may come, if this step verifies a draft that is right.
-                    if (most := self._most(sequence, 1)) > 0:
-                        candidates[sequence] = expected, most
+                expected = self._expected.get(sequence)
+                # More than one token may come, if this step verifies a draft that is right.
+                if expected is not None and expected.is_due(step) and (most := self._most(sequence, 1)) > 0:
+                    candidates[sequence] = expected, most
         lengths = self._lengths.choose(candidates, len(decoding), most_verified) if candidates else {}
         for sequence, (expected, _) in candidates.items():
             if sequence in lengths:

@@ -1,67 +1,52 @@
-// Mixtures of experts with weights in four bits: see grouped_rows.h.
+// Mixtures of experts with weights in four or eight bits: see grouped_rows.h.
 #include "grouped_rows.h"
 
-// A weight of an expert, as int4_experts.py writes it. bias: NULL, or [panels][PANEL].
-struct int4_weight {
-  const int32_t *order;
-  const uint32_t *codes;
-  const uint16_t *scales;
-  const uint8_t *zeros;
-  const float *bias;
-  long groups, group, e2m1;
-};
-
 // The experts of a mixture. Of gate_up [experts], each has first the panels of gate and then those of up; down [experts].
-// factors [2, experts]. active [num_active]: the experts that have rows; starts [num_active + 1]: the first row of each.
-// x, out [rows, hidden]; activated [rows, inner]; inputs [rows, slots], input_scales and input_sums [rows, groups]: scratch
-// for the largest of all weights. An expert makes gate * sigmoid(alpha * gate) * (up + shift) of gate and up, where neither
-// is beyond the limit.
-struct int4_experts {
-  const struct int4_weight *gate_up, *down;
-  const float *factors;
+// active [num_active]: the experts that have rows; starts [num_active + 1]: the first row of each. x, out [rows, hidden];
+// activated [rows, inner]; inputs [rows, slots], in eight bits or in float32 (``exact``), input_scales and input_sums
+// [rows, groups]: scratch for the largest of all weights. An expert makes gate * sigmoid(alpha * gate) * (up + shift) of
+// gate and up, where neither is beyond the limit.
+struct grouped_experts {
+  const struct weight *gate_up, *down;
   const int64_t *active, *starts;
   const float *x;
   float *activated, *out;
-  int8_t *inputs;
+  void *inputs;
   float *input_scales;
   int32_t *input_sums;
   float alpha, shift, limit;
-  long num_active, experts, hidden, inner, slots, groups, threads, next;
+  long exact, num_active, hidden, inner, slots, groups, threads, next;
 };
 
 // A weight of an active expert.
-static struct grouped_weight weight_of(const struct int4_experts *a, int down, long at) {
-  long expert = a->active[at];
-  const struct int4_weight *w = (down ? a->down : a->gate_up) + expert;
-  return (struct grouped_weight){
-      .kind = w->e2m1 ? E2M1 : INT4, .order = w->order, .codes = w->codes, .scales = w->scales, .zeros = w->zeros,
-      .bias = w->bias, .factor = a->factors[down * a->experts + expert], .zero = w->e2m1 ? E2M1_ZERO : SYMMETRIC_ZERO,
-      .ins = down ? a->inner : a->hidden, .outs = a->hidden, .groups = w->groups, .group = w->group, .span = 1};
+static struct grouped_weight weight_of(const struct grouped_experts *a, int down, long at) {
+  return grouped_weight_of((down ? a->down : a->gate_up) + a->active[at]);
 }
 
-// The quantised rows of an active expert.
-static struct grouped_rows rows_of(const struct int4_experts *a, long at) {
+// The rows of an active expert.
+static struct grouped_rows rows_of(const struct grouped_experts *a, long at) {
   long first = a->starts[at];
-  return (struct grouped_rows){a->inputs + first * a->slots, a->input_scales + first * a->groups,
-                               a->input_sums + first * a->groups, a->starts[at + 1] - first};
+  float *floats = a->exact ? (float *)a->inputs + first * a->slots : 0;
+  return (struct grouped_rows){(int8_t *)a->inputs + first * a->slots, a->input_scales + first * a->groups,
+                               a->input_sums + first * a->groups, floats, a->starts[at + 1] - first};
 }
 
 // An item is a row of an expert.
-INLINE void quantise_rows(struct int4_experts *a, int down) {
+INLINE void read_rows(struct grouped_experts *a, int down) {
   long row, at = 0;
   while ((row = next_item(&a->next)) < a->starts[a->num_active]) {
     while (row >= a->starts[at + 1]) at++;  // a thread's items ascend
     struct grouped_weight weight = weight_of(a, down, at);
     struct grouped_rows rows = rows_of(a, at);
-    quantise_row(&weight, (down ? a->activated : a->x) + row * weight.ins, &rows, row - a->starts[at]);
+    read_row(&weight, (down ? a->activated : a->x) + row * weight.ins, &rows, row - a->starts[at]);
   }
 }
 
-static void quantise_x(void *data) { quantise_rows(data, 0); }
-static void quantise_activated(void *data) { quantise_rows(data, 1); }
+static void read_x(void *data) { read_rows(data, 0); }
+static void read_activated(void *data) { read_rows(data, 1); }
 
 // to [rows, inner] = the activation of a panel of gate and of up, both [rows, PANEL].
-INLINE void activate(const struct int4_experts *a, const float *bias, long rows, long panel, const float *gates,
+INLINE void activate(const struct grouped_experts *a, const float *bias, long rows, long panel, const float *gates,
                      const float *ups, float *to) {
   floats limit = all(a->limit);
   for (int n = 0; n < NR; n++) {
@@ -80,7 +65,7 @@ INLINE void activate(const struct int4_experts *a, const float *bias, long rows,
 
 // An item is an expert and PANEL numbers of gate and of up.
 static void activate_experts(void *data) {
-  struct int4_experts *a = data;
+  struct grouped_experts *a = data;
   long count = PANELS(a->inner) / PANEL;
   for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long at = run.item / count, panel = run.item % count;
@@ -98,7 +83,7 @@ static void activate_experts(void *data) {
 
 // An item is an expert and PANEL numbers of its output.
 static void project_experts(void *data) {
-  struct int4_experts *a = data;
+  struct grouped_experts *a = data;
   long count = PANELS(a->hidden) / PANEL;
   for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long at = run.item / count, panel = run.item % count;
@@ -113,22 +98,19 @@ static void project_experts(void *data) {
   }
 }
 
-// Below so many weights times rows, or inputs times rows, waking a thread costs more than it saves.
-enum { ALONE_PRODUCTS = 1 << 20, ALONE_INPUTS = 1 << 17 };
-
-EXPORT void pagewise_int4_experts(const struct int4_weight *gate_up, const struct int4_weight *down,
-                                  const float *factors, const int64_t *active, const int64_t *starts, const float *x,
-                                  float *activated, float *out, int8_t *inputs, float *input_scales,
-                                  int32_t *input_sums, float alpha, float shift, float limit, long num_active,
-                                  long experts, long hidden, long inner, long slots, long groups, long threads) {
-  struct int4_experts a = {gate_up, down, factors, active, starts, x, activated, out, inputs, input_scales, input_sums,
-                           alpha, shift, limit, num_active, experts, hidden, inner, slots, groups, threads, 0};
+EXPORT void pagewise_grouped_experts(const struct weight *gate_up, const struct weight *down, const int64_t *active,
+                                     const int64_t *starts, const float *x, float *activated, float *out, void *inputs,
+                                     float *input_scales, int32_t *input_sums, float alpha, float shift, float limit,
+                                     long exact, long num_active, long hidden, long inner, long slots, long groups,
+                                     long threads) {
+  struct grouped_experts a = {gate_up, down, active, starts, x, activated, out, inputs, input_scales, input_sums,
+                              alpha, shift, limit, exact, num_active, hidden, inner, slots, groups, threads, 0};
   long rows = starts[num_active], products = rows * hidden * inner;
-  run_team(rows * hidden < ALONE_INPUTS ? 1 : threads, quantise_x, &a);
+  run_team(rows * hidden < ALONE_INPUTS ? 1 : threads, read_x, &a);
   a.next = 0;
   run_team(2 * products < ALONE_PRODUCTS ? 1 : threads, activate_experts, &a);
   a.next = 0;
-  run_team(rows * inner < ALONE_INPUTS ? 1 : threads, quantise_activated, &a);
+  run_team(rows * inner < ALONE_INPUTS ? 1 : threads, read_activated, &a);
   a.next = 0;
   run_team(products < ALONE_PRODUCTS ? 1 : threads, project_experts, &a);
 }
