@@ -55,8 +55,7 @@ def exit_code_of(
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ``pagewise serve`` has held it back so far
         run()
-    except (KeyboardInterrupt, SystemExit, asyncio.CancelledError) as stopped:
-        # asyncio raises CancelledError if a task group cancels the main task, too, when Ctrl-C has.
+    except (KeyboardInterrupt, SystemExit) as stopped:
         # Threads may still load a model, and their C++ code aborts the process if the interpreter ends before them.
         os._exit(0 if isinstance(stopped, SystemExit) else 128 + signal.SIGINT)
     except Exception as error:

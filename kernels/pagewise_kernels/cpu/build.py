@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
 SOURCES = (
-    "attention.c", "elementwise.c", "experts.c", "grouped_experts.c", "grouped_rows.c", "layer.c", "linear.c",
-    "linear_grouped.c", "linear_int8.c", "mxfp4_experts.c", "recurrent.c", "router.c", "small_blocks.c", "team.c",
+    "attention.c", "elementwise.c", "experts.c", "grouped_rows.c", "layer.c", "linear.c", "linear_grouped.c",
+    "linear_int8.c", "mxfp4_experts.c", "quantised_experts.c", "recurrent.c", "router.c", "small_blocks.c", "team.c",
 )  # fmt: skip
 GLIBC = "2.17"
 """The oldest C library that the result runs with, that of manylinux2014."""

@@ -26,7 +26,7 @@ struct grouped_weight grouped_weight_of(const struct weight *w) {
         .group = n[1], .span = 1};
   return (struct grouped_weight){
       .kind = n[3] == 8 ? STEPS8 : STEPS4, .codes = p[0], .scales = p[1], .steps = p[2], .leasts = p[3],
-      .least_steps = p[4], .bias = p[5], .factor = 1, .zero = n[4], .ins = w->ins, .outs = w->outs, .groups = n[0],
+      .least_steps = p[4], .bias = p[5], .factor = w->factor, .zero = n[4], .ins = w->ins, .outs = w->outs, .groups = n[0],
       .group = n[1], .span = n[2]};
 }
 

@@ -5,14 +5,12 @@
 #include "attention.h"
 #include "weight.h"
 
-// Of linear.c, linear_int8.c, linear_grouped.c, elementwise.c and attention.c.
+// Of linear.c, linear_int8.c, elementwise.c and attention.c.
 void pagewise_linear(const float *x, long x_stride, const float *packed, const float *bias, float *out, long rows, long in,
                      long outs, long threads);
 void pagewise_linear_int8(const float *x, long x_stride, const int8_t *packed, const float *scales, const int32_t *offsets,
                           const float *bias, float *out, uint8_t *inputs, float *row_scales, long rows, long in, long outs,
                           long threads);
-void pagewise_linear_grouped(const float *x, long x_stride, const struct weight *weight, float *out, void *inputs,
-                             float *input_scales, int32_t *input_sums, long exact, long rows, long threads);
 void pagewise_rms_norm(const void *x, long x_stride, void *residual, const void *weight, void *out, long rows, long size,
                        float eps, int bf16, long threads);
 void pagewise_silu_mul(const void *gate_up, long stride, void *out, long rows, long size, int bf16, long threads);

@@ -56,7 +56,7 @@ FUNCTIONS = {
         _POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG, _LONG, _LONG
     ],
     "pagewise_linear_grouped": [_POINTER, _LONG, *[_POINTER] * 5, _LONG, _LONG, _LONG],
-    "pagewise_grouped_experts": [*[_POINTER] * 10, *[ctypes.c_float] * 3, *[_LONG] * 7],
+    "pagewise_quantised_experts": [*[_POINTER] * 10, *[ctypes.c_float] * 3, *[_LONG] * 7],
     "pagewise_half_layer_scratch": [_POINTER, _LONG],
     "pagewise_attention_half": [*[_POINTER] * 9, _LONG, _LONG],
     "pagewise_mlp_half": [*[_POINTER] * 5, _LONG, _LONG],
@@ -103,8 +103,9 @@ class AttentionArguments(ctypes.Structure):
 
 
 class WeightArguments(ctypes.Structure):
-    """``struct weight`` of weight.h: a linear layer of any kind."""
+    """``struct weight`` of weight.h: a linear layer of any kind, of which these are the numbers."""
 
+    FLOAT32, INT8, INT4, GROUPED = range(4)
     _fields_ = (
         ("kind", _LONG), ("ins", _LONG), ("outs", _LONG), ("parts", _POINTER * 6), ("numbers", _LONG * 5),
         ("factor", ctypes.c_float),

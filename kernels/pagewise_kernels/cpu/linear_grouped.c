@@ -37,7 +37,7 @@ static void compute(void *data) {
 EXPORT void pagewise_linear_grouped(const float *x, long x_stride, const struct weight *weight, float *out, void *inputs,
                                     float *input_scales, int32_t *input_sums, long exact, long rows, long threads) {
   struct linear_grouped a = {grouped_weight_of(weight),
-                             {inputs, input_scales, input_sums, exact ? inputs : 0, rows},
+                             {exact ? 0 : inputs, input_scales, input_sums, exact ? inputs : 0, rows},
                              x, out, x_stride, threads, 0};
   long given = rows * a.weight.ins;
   run_team(given < ALONE_INPUTS ? 1 : threads, read_rows, &a);

@@ -1,4 +1,7 @@
-"""Linear layers on the CPU whose weights have scales in two steps, as in GGUF files, for float32 batches."""
+"""Linear layers on the CPU with weights in groups of inputs, for float32 batches, and those with scales in two steps.
+
+GGUF files have the latter.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -15,7 +18,12 @@ GROUPS = (16, 32)
 class WeightInGroups:
     """The weight [outs, ins] of a linear layer in four or eight bits, of which groups of inputs share scales.
 
-    ``groups``, ``group``: the number and the size of the groups of the packed weight, in which inputs may be zeros.
+    ``kind``: INT4 or GROUPED of ``WeightArguments``. ``parts`` and ``numbers``: as ``grouped_weight_of`` in
+    grouped_rows.c reads them; the last of ``parts`` is the bias float32 [outs] or None. ``factor``: of all scales.
+    ``groups``, ``group``: the first two numbers, which are the number and the size of groups of the packed weight.
+
+    Raises:
+        ValueError: the bias is of another shape.
     """
 
     def __init__(
@@ -28,6 +36,8 @@ class WeightInGroups:
     ) -> None:
         self._library = load_library()
         self.outs, self.ins = shape
+        if (bias := parts[-1]) is not None and bias.shape != shape[:1]:
+            raise ValueError(f"a layer of {self.outs} outputs has no bias of shape {list(bias.shape)}")
         self.groups, self.group = numbers[:2]
         self._kept = parts  # while the structure points to them
         pointers = tuple(None if part is None else part.data_ptr() for part in parts)
@@ -97,7 +107,7 @@ class GroupedWeight(WeightInGroups):
             for part in (_words(codes, bits), scales, bytes_of[0], leasts, bytes_of[1])
         ]
         packed.append(None if bias is None else bias.detach().float().contiguous())
-        super().__init__(3, codes.shape, packed, (groups, group, span, bits, zero), 1.0)
+        super().__init__(WeightArguments.GROUPED, codes.shape, packed, (groups, group, span, bits, zero), 1.0)
 
 
 def _check(

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from pagewise_kernels.cpu.library import WeightArguments
 from pagewise_kernels.cpu.linear_grouped import WeightInGroups
 from pagewise_kernels.cpu.operations import in_panels
 from pagewise_kernels.input_slots import slots_of
@@ -52,7 +53,8 @@ class Int4Weight(WeightInGroups):
             None if bias is None else bias.detach().float().contiguous(),
         )
         numbers = (len(slots) // group, group, int(e2m1))
-        super().__init__(2, codes.shape, parts, numbers, unit / 2 if e2m1 else unit)  # doubles of e2m1 are whole
+        factor = unit / 2 if e2m1 else unit  # the doubles of numbers in e2m1 are whole
+        super().__init__(WeightArguments.INT4, codes.shape, parts, numbers, factor)
 
 
 def _check(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_of: torch.Tensor) -> None:

@@ -82,7 +82,8 @@ class Int8Weight:
     @property
     def arguments(self) -> WeightArguments:
         """This weight as an argument of ``pagewise_kernels.cpu.layer``."""
-        return WeightArguments(1, self.ins, self.outs, tuple(self._pointers), (self._groups, self._group))
+        numbers = self._groups, self._group
+        return WeightArguments(WeightArguments.INT8, self.ins, self.outs, tuple(self._pointers), numbers)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].

@@ -91,7 +91,7 @@ class PackedWeight:
     @property
     def arguments(self) -> WeightArguments:
         """This weight as an argument of ``pagewise_kernels.cpu.layer``."""
-        return WeightArguments(0, self.ins, self.outs, self.pointers)
+        return WeightArguments(WeightArguments.FLOAT32, self.ins, self.outs, self.pointers)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [rows, ins] to [rows, outs].

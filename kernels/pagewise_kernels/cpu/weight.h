@@ -13,3 +13,7 @@ struct weight {
   int64_t numbers[5];
   float factor;
 };
+
+// Of linear_grouped.c: the product of rows with a weight of the last two kinds.
+void pagewise_linear_grouped(const float *x, long x_stride, const struct weight *weight, float *out, void *inputs,
+                             float *input_scales, int32_t *input_sums, long exact, long rows, long threads);

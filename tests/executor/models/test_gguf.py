@@ -22,8 +22,8 @@ from pagewise_executor.models.quantised_linear import JoinedLinear
 from pagewise_executor.models.weight_files import checked_headers, weight_files
 from pagewise_executor.models.weight_memory import stored_bytes
 from pagewise_executor.sizing import sizing
-from pagewise_kernels.cpu.grouped_experts import GroupedExperts
 from pagewise_kernels.cpu.linear_grouped import GroupedWeight
+from pagewise_kernels.cpu.quantised_experts import QuantisedExperts
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 from pagewise_shared.gguf_model import make_folder
@@ -186,11 +186,16 @@ def test_mixtures_compute_what_the_file_says(
     loaded = load(file)
     experts = loaded.model.model.layers[1].mlp.experts  # type: ignore[union-attr, index]
     assert not loaded.fallback
-    assert isinstance(getattr(experts, "packed", None), GroupedExperts) is joined
+    assert isinstance(getattr(experts, "packed", None), QuantisedExperts) is joined
     assert ("not all can be joined" in caplog.text) is not joined
     x, chosen, weights = torch.randn(5, 256), torch.rand(5, 4).argsort(dim=1)[:, :2].contiguous(), torch.rand(5, 2)
     expected = sums_of_float64(theirs.model.layers[1].mlp.experts, x, chosen, weights)
     torch.testing.assert_close(experts(x, chosen, weights).double(), expected, rtol=1e-5, atol=1e-4)
+    if joined:
+        with monkeypatch.context() as rounding:
+            rounding.setattr(QuantisedExperts, "exact", False)
+            within = 0.02 * float(expected.abs().max())
+            torch.testing.assert_close(experts(x, chosen, weights).double(), expected, rtol=1e-5, atol=within)
     check_served(file, theirs, within=1e-3)
 
 

@@ -174,12 +174,12 @@ class EagleHead(DraftModel):
     def forward(self, ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Compute entries; see ``DraftModel``."""
         layer, compute = self._layer, self._operations
-        before, after, own = layer.norm_before_attention, layer.norm_before_mlp, self._hidden_norm
+        before, own = layer.norm_before_attention, self._hidden_norm
         embedded = compute.rms_norm(self._embedding(ids), before.weight, before.eps)
         normed = compute.rms_norm(hidden, own.weight, own.eps)
         residual = normed if self._before_residual else hidden
         attended = layer.attention(torch.cat([embedded, normed], dim=-1), self._rotation_at(positions))
-        added = layer.feed_forward(compute.norm_for(layer.gate_up, attended, residual, after.weight, after.eps))
+        added = compute.feed_forward(layer, attended, residual)  # and adds ``attended`` to the residual
         return residual + added
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

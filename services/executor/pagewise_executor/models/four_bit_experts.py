@@ -15,7 +15,7 @@ from pagewise_executor.models.quantised_families import Experts
 from pagewise_executor.models.quantised_linear import join_linears
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.grouped_experts import GroupedExperts, Parts
+    from pagewise_kernels.cpu.quantised_experts import Parts, QuantisedExperts
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def quantise_experts(model: nn.Module, within: str, rounding: Rounding = round_a
 
     Others stay as they are.
     """
-    from pagewise_kernels.cpu.grouped_experts import GroupedExperts
+    from pagewise_kernels.cpu.quantised_experts import QuantisedExperts
 
     for name, module in list(model.get_submodule(within).named_modules(prefix=within)):
         found = find_experts(module)
@@ -41,7 +41,7 @@ def quantise_experts(model: nn.Module, within: str, rounding: Rounding = round_a
                 made, added = rounding(module, one, half, expert)
                 squares, error = squares + float(torch.linalg.vector_norm(one)) ** 2, error + added
                 halves[half].append(_parts(made, None if bias is None else bias[expert]))
-        packed = GroupedExperts(halves[0], halves[1], activation)
+        packed = QuantisedExperts(halves[0], halves[1], activation)
         model.set_submodule(name, CpuFourBitExperts(packed, (squares, error)))
 
 
@@ -61,21 +61,21 @@ def pack_four_bit_experts(model: nn.Module, within: str) -> None:
                 log.warning("the experts %s are computed one after the other: not all can be joined", name)
 
 
-def _packed(linears: Sequence[Sequence[nn.Module]]) -> "GroupedExperts | None":
+def _packed(linears: Sequence[Sequence[nn.Module]]) -> "QuantisedExperts | None":
     """Return the experts with these linear layers, gate, up and down of each; None: not all are in four bits or of a
     GGUF file, or gate and up cannot be joined."""
-    from pagewise_kernels.cpu.grouped_experts import GroupedExperts
+    from pagewise_kernels.cpu.quantised_experts import QuantisedExperts
 
     pairs = [(join_linears(expert[:2]), expert[2]) for expert in linears]
     halves = [[one for one in half if isinstance(one, FourBitLinear)] for half in zip(*pairs, strict=True)]
     if min(map(len, halves)) < len(pairs):
         return None
     gate_up, down = ([_parts(one.quantised, one.bias) for one in half] for half in halves)
-    return GroupedExperts(gate_up, down)
+    return QuantisedExperts(gate_up, down)
 
 
 def _parts(weight: FourBitWeight | GgufWeight, bias: torch.Tensor | None) -> "Parts":
-    from pagewise_kernels.cpu.grouped_experts import GroupedParts, Int4Parts
+    from pagewise_kernels.cpu.quantised_experts import GroupedParts, Int4Parts
 
     if isinstance(weight, FourBitWeight):
         return Int4Parts(weight.codes, weight.scales, weight.zeros, weight.group_of, bias, weight.unit)

@@ -12,7 +12,7 @@ from pagewise_executor.models.four_bit_weight import FourBitWeight
 from pagewise_executor.models.gguf_weight import GgufWeight
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.grouped_experts import GroupedExperts
+    from pagewise_kernels.cpu.quantised_experts import QuantisedExperts
 
 
 class FourBitLinear(nn.Module):
@@ -61,7 +61,7 @@ class CpuFourBitExperts(nn.Module):
     ``weight``: a tensor of as many numbers as the experts have, without data. ``rounding``: as of ``Int8Linear``.
     """
 
-    def __init__(self, packed: "GroupedExperts", rounding: tuple[float, float] = (0.0, 0.0)) -> None:
+    def __init__(self, packed: "QuantisedExperts", rounding: tuple[float, float] = (0.0, 0.0)) -> None:
         super().__init__()
         self.packed, self.rounding = packed, rounding
         self.weight = torch.empty(packed.num_weights, device="meta")

@@ -40,6 +40,8 @@ def candidates(
     stored = quantised is not None and not quantised.in_floats
     if config.quantization != "none" and (error := _error_of_quantisation(config, device, dtype, stored)):
         raise ModelError(f"--quantization {config.quantization}: {error}")
+    if stored and config.deterministic:
+        raise ModelError(f"{config.model}: its weights are quantised, which does not go together with --deterministic")
     if quantised is not None:
         check_stored(config, device, dtype, quantised)
     if config.attention != "auto":
@@ -64,15 +66,13 @@ def candidates(
 def check_stored(
     config: ExecutorConfig, device: torch.device, dtype: torch.dtype, quantised: QuantisedCheckpoint
 ) -> None:
-    """Check that a model of type ``dtype`` on ``device`` can have weights, or a draft model, that are ``quantised``.
+    """Check that weights in the format ``quantised``, of a model or a draft model, can be computed.
+
+    ``dtype``: the type of the rest of the model, on ``device``.
 
     Raises:
-        ModelError: it cannot have them.
+        ModelError: it cannot.
     """
-    if not quantised.in_floats and config.deterministic:
-        raise ModelError(
-            f"{quantised.name}: its weights are quantised, which does not go together with --deterministic"
-        )
     if quantised.in_blocks and (error := _error_of_cpu_weights(config, device, dtype)):
         raise ModelError(f"{quantised.name}: its weights are in blocks of GGUF, for the CPU in float32: {error}")
     if quantised.four_bits is not None and (error := _error_of_four_bits(config, device, dtype)):

@@ -31,7 +31,7 @@ _LATELY = 0.05
 class ModelDrafts:
     """Asks for proposals of up to ``most_tokens`` tokens, and makes drafts of them; a ``Drafter``.
 
-    ``most``: returns the most tokens of a draft for a sequence of which so many more tokens are coming.
+    ``most``: returns the most tokens that a draft for a sequence may have, given how many tokens come before it.
     ``is_draftable``: tells whether tokens of a sequence may be drafted at all.
     """
 

@@ -6,7 +6,7 @@
 // activated [rows, inner]; inputs [rows, slots], in eight bits or in float32 (``exact``), input_scales and input_sums
 // [rows, groups]: scratch for the largest of all weights. An expert makes gate * sigmoid(alpha * gate) * (up + shift) of
 // gate and up, where neither is beyond the limit.
-struct grouped_experts {
+struct quantised_experts {
   const struct weight *gate_up, *down;
   const int64_t *active, *starts;
   const float *x;
@@ -19,20 +19,21 @@ struct grouped_experts {
 };
 
 // A weight of an active expert.
-static struct grouped_weight weight_of(const struct grouped_experts *a, int down, long at) {
+static struct grouped_weight weight_of(const struct quantised_experts *a, int down, long at) {
   return grouped_weight_of((down ? a->down : a->gate_up) + a->active[at]);
 }
 
 // The rows of an active expert.
-static struct grouped_rows rows_of(const struct grouped_experts *a, long at) {
-  long first = a->starts[at];
-  float *floats = a->exact ? (float *)a->inputs + first * a->slots : 0;
-  return (struct grouped_rows){(int8_t *)a->inputs + first * a->slots, a->input_scales + first * a->groups,
-                               a->input_sums + first * a->groups, floats, a->starts[at + 1] - first};
+static struct grouped_rows rows_of(const struct quantised_experts *a, long at) {
+  long first = a->starts[at], rows = a->starts[at + 1] - first;
+  if (a->exact) return (struct grouped_rows){.floats = (float *)a->inputs + first * a->slots, .rows = rows};
+  return (struct grouped_rows){.bytes = (int8_t *)a->inputs + first * a->slots,
+                               .scales = a->input_scales + first * a->groups,
+                               .sums = a->input_sums + first * a->groups, .rows = rows};
 }
 
 // An item is a row of an expert.
-INLINE void read_rows(struct grouped_experts *a, int down) {
+INLINE void read_rows(struct quantised_experts *a, int down) {
   long row, at = 0;
   while ((row = next_item(&a->next)) < a->starts[a->num_active]) {
     while (row >= a->starts[at + 1]) at++;  // a thread's items ascend
@@ -46,7 +47,7 @@ static void read_x(void *data) { read_rows(data, 0); }
 static void read_activated(void *data) { read_rows(data, 1); }
 
 // to [rows, inner] = the activation of a panel of gate and of up, both [rows, PANEL].
-INLINE void activate(const struct grouped_experts *a, const float *bias, long rows, long panel, const float *gates,
+INLINE void activate(const struct quantised_experts *a, const float *bias, long rows, long panel, const float *gates,
                      const float *ups, float *to) {
   floats limit = all(a->limit);
   for (int n = 0; n < NR; n++) {
@@ -65,7 +66,7 @@ INLINE void activate(const struct grouped_experts *a, const float *bias, long ro
 
 // An item is an expert and PANEL numbers of gate and of up.
 static void activate_experts(void *data) {
-  struct grouped_experts *a = data;
+  struct quantised_experts *a = data;
   long count = PANELS(a->inner) / PANEL;
   for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long at = run.item / count, panel = run.item % count;
@@ -83,7 +84,7 @@ static void activate_experts(void *data) {
 
 // An item is an expert and PANEL numbers of its output.
 static void project_experts(void *data) {
-  struct grouped_experts *a = data;
+  struct quantised_experts *a = data;
   long count = PANELS(a->hidden) / PANEL;
   for (struct run run = {0, 0}; has_item(&run, &a->next, a->num_active * count, 2 * a->threads); run.item++) {
     long at = run.item / count, panel = run.item % count;
@@ -98,12 +99,12 @@ static void project_experts(void *data) {
   }
 }
 
-EXPORT void pagewise_grouped_experts(const struct weight *gate_up, const struct weight *down, const int64_t *active,
+EXPORT void pagewise_quantised_experts(const struct weight *gate_up, const struct weight *down, const int64_t *active,
                                      const int64_t *starts, const float *x, float *activated, float *out, void *inputs,
                                      float *input_scales, int32_t *input_sums, float alpha, float shift, float limit,
                                      long exact, long num_active, long hidden, long inner, long slots, long groups,
                                      long threads) {
-  struct grouped_experts a = {gate_up, down, active, starts, x, activated, out, inputs, input_scales, input_sums,
+  struct quantised_experts a = {gate_up, down, active, starts, x, activated, out, inputs, input_scales, input_sums,
                               alpha, shift, limit, exact, num_active, hidden, inner, slots, groups, threads, 0};
   long rows = starts[num_active], products = rows * hidden * inner;
   run_team(rows * hidden < ALONE_INPUTS ? 1 : threads, read_x, &a);

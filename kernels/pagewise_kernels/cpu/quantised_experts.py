@@ -39,7 +39,7 @@ class GroupedParts(NamedTuple):
 Parts = Int4Parts | GroupedParts
 
 
-class GroupedExperts(SortedExperts):
+class QuantisedExperts(SortedExperts):
     """Experts whose weights stay in four or eight bits, and whose inputs are rounded to eight bits by group.
 
     ``gate_up``: of each expert, [2 · inner, hidden], first gate and then up. ``down``: [hidden, inner].
@@ -57,6 +57,8 @@ class GroupedExperts(SortedExperts):
         shapes = {(tuple(one.codes.shape), tuple(two.codes.shape)) for one, two in zip(gate_up, down, strict=True)}
         if shapes != {((2 * self.inner, self.hidden), (self.hidden, self.inner))}:
             raise ValueError(f"weights of experts in groups of inputs, of shapes {sorted(shapes)}, do not fit together")
+        if any(one.bias is not None and one.bias.shape != one.codes.shape[:1] for one in gate_up):
+            raise ValueError("a bias of gate and up has not a number for each output")
         panel = self._library.pagewise_panel()
         self._weights = [[_packed(_in_halves(one, panel)) for one in gate_up], [_packed(one) for one in down]]
         tables = [[weight.arguments for weight in half] for half in self._weights]
@@ -89,7 +91,7 @@ class GroupedExperts(SortedExperts):
         inputs = empty((pairs, self._most_slots), torch.float32 if self.exact else torch.int8)
         scales, sums = (rows.new_empty(pairs, self._most_groups, dtype=kind) for kind in (torch.float32, torch.int32))
         scratch = activated, outs, inputs, scales, sums
-        self._library.pagewise_grouped_experts(
+        self._library.pagewise_quantised_experts(
             *map(addressof, self._tables), active.data_ptr(), starts.data_ptr(), rows.data_ptr(),
             *(tensor.data_ptr() for tensor in scratch), *self._activation, self.exact, len(active), self.hidden,
             self.inner, self._most_slots, self._most_groups, threads(),
@@ -103,7 +105,8 @@ def _packed(parts: Parts) -> Int4Weight | GroupedWeight:
 def _in_halves(parts: Parts, panel: int) -> Parts:
     """Return a weight with outputs of zeros behind each half of its outputs, so that both begin a panel."""
     half = len(parts.codes) // 2
-    more = -half % panel
+    if not (more := -half % panel):
+        return parts
 
     def padded(values: torch.Tensor) -> torch.Tensor:
         empty_rows = values.new_zeros(more, *values.shape[1:])

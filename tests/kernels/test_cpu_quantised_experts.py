@@ -3,9 +3,9 @@
 import pytest
 import torch
 from pagewise_kernels.cpu.experts import SILU, Activation
-from pagewise_kernels.cpu.grouped_experts import GroupedExperts, GroupedParts, Int4Parts, Parts
 from pagewise_kernels.cpu.linear_grouped import GroupedWeight
 from pagewise_kernels.cpu.linear_int4 import Int4Weight
+from pagewise_kernels.cpu.quantised_experts import GroupedParts, Int4Parts, Parts, QuantisedExperts
 
 from tests.kernels.grouped_layers import FORMS, Drawn
 from tests.kernels.int4_layers import drawn
@@ -79,7 +79,7 @@ def test_experts_compute_what_linear_layers_do(
     else:
         halves = drawn_in_forms(experts, hidden, inner, biased=biased)
     activation = Activation(1.702, 1.0, 1.5) if biased else SILU
-    layer = GroupedExperts(*halves, activation)
+    layer = QuantisedExperts(*halves, activation)
     x = torch.randn(tokens, hidden + 5)[:, :hidden]
     chosen = torch.rand(tokens, experts).argsort(dim=1)[:, :2].contiguous()
     weights = torch.rand(tokens, 2)
@@ -100,12 +100,18 @@ def test_experts_compute_what_linear_layers_do(
 
 def test_what_does_not_fit_is_refused() -> None:
     gate_up, down = drawn_layer(3, 64, 32, 32, biased=False)
-    layer = GroupedExperts(gate_up, down)
+    layer = QuantisedExperts(gate_up, down)
     assert layer.num_weights == layer.in_four_bits == 3 * 3 * 64 * 32
-    in_forms = GroupedExperts(*drawn_in_forms(2, 256, 256, biased=False))  # down of one expert has eight bits
+    in_forms = QuantisedExperts(*drawn_in_forms(2, 256, 256, biased=False))  # down of one expert has eight bits
     assert in_forms.in_four_bits == 5 * 256 * 256
     for wrong in (3, -1):
         with pytest.raises(ValueError, match="not among the 3"):
             layer.sums(torch.zeros(2, 64), torch.full((2, 1), wrong), torch.ones(2, 1))
     with pytest.raises(ValueError, match="do not fit together"):
-        GroupedExperts(down, gate_up)
+        QuantisedExperts(down, gate_up)
+    for half in (gate_up, down):
+        parts = half[1]
+        half[1] = parts._replace(bias=torch.ones(len(parts.codes) - 1))
+        with pytest.raises(ValueError, match="bias"):
+            QuantisedExperts(gate_up, down)
+        half[1] = parts
