@@ -1,6 +1,6 @@
-"""Linear layers on the CPU with weights in groups of inputs, for float32 batches, and those with scales in two steps.
+"""Linear layers on the CPU for float32 batches, with quantised weights of which groups of inputs share a scale.
 
-GGUF files have the latter.
+``WeightInGroups`` computes weights of all such formats. ``GroupedWeight`` packs weights of GGUF files for it.
 """
 
 import ctypes

@@ -32,7 +32,7 @@ class ModelDrafts:
     """Asks for proposals of up to ``most_tokens`` tokens, and makes drafts of them; a ``Drafter``.
 
     ``most``: returns the most tokens that a draft for a sequence may have, given how many tokens come before it.
-    ``is_draftable``: tells whether tokens of a sequence may be drafted at all.
+    ``is_draftable``: returns whether tokens of a sequence may be drafted at all.
     """
 
     def __init__(
