@@ -13,5 +13,5 @@ def keep_inputs_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let linear layers and experts not round their inputs, and layers compute one by one."""
     monkeypatch.setattr(WeightInGroups, "linear", functools.partialmethod(WeightInGroups.linear, exact=True))
     monkeypatch.setattr(QuantisedExperts, "exact", True)
-    for half in ("attention", "feed_forward"):
-        monkeypatch.setattr(CpuOperations, half, getattr(Operations, half))
+    for part in ("layers", "attention", "feed_forward"):
+        monkeypatch.setattr(CpuOperations, part, getattr(Operations, part))

@@ -1,5 +1,5 @@
-// The two halves of a decoder layer of Llama's structure, each as one call, so that a step does not go back to Python
-// between a dozen operations of some microseconds. Operations and results are the same as by single calls.
+// Decoder layers of Llama's structure, any number of them as one call, so that a step does not go back to Python between
+// operations of some microseconds. Operations and results are the same as by single calls.
 #include <stddef.h>
 
 #include "attention.h"
@@ -16,11 +16,13 @@ void pagewise_rms_norm(const void *x, long x_stride, void *residual, const void 
 void pagewise_silu_mul(const void *gate_up, long stride, void *out, long rows, long size, int bf16, long threads);
 int pagewise_attend(const struct attention *a);
 
-// norm [hidden]: of an RMSNorm with eps before the first of two linear layers.
+// Half of a decoder layer. norm [hidden]: of an RMSNorm with eps before the first of two linear layers. attention: the pool
+// and the shape of attention between them; NULL: the half is a gated MLP.
 struct half_layer {
   const float *norm;
   float eps;
   struct weight first, second;
+  const struct attention *attention;
 };
 
 // Groups and slots of the quantised inputs of a row, which have a scale and a sum for each group.
@@ -57,58 +59,61 @@ static void multiply(const struct weight *w, const float *x, float *out, char *s
   }
 }
 
-// Bytes of scratch for rows: the results between the operations, and quantised inputs of one linear layer.
-EXPORT long pagewise_half_layer_scratch(const struct half_layer *l, long rows) {
-  long quantised = greater(scratch_of(&l->first, rows), scratch_of(&l->second, rows));
-  return quantised + whole_lines(l->first.ins * rows * sizeof(float)) + whole_lines(l->first.outs * rows * sizeof(float)) +
-         whole_lines(l->second.ins * rows * sizeof(float));
+// Bytes that hold the quantised inputs of either linear layer.
+static long quantised_bytes(const struct half_layer *l, long rows) {
+  return greater(scratch_of(&l->first, rows), scratch_of(&l->second, rows));
 }
 
-// Add x to the residual, unless that is NULL; out [rows, outs of first] = the linear layer ``first`` of its norm.
-static float *project_norm(const struct half_layer *l, const float *x, float *residual, char **scratch, char *quantised,
-                           long rows, long threads) {
-  float *normed = take(scratch, l->first.ins * rows * sizeof(float));
-  float *out = take(scratch, l->first.outs * rows * sizeof(float));
-  pagewise_rms_norm(x, l->first.ins, residual, l->norm, normed, rows, l->first.ins, l->eps, 0, threads);
-  multiply(&l->first, normed, out, quantised, rows, threads);
-  return out;
+// Bytes of scratch for rows: the results between the operations, and quantised inputs of one linear layer. Halves have it
+// one after the other.
+EXPORT long pagewise_half_layers_scratch(const struct half_layer *halves, long count, long rows) {
+  long most = 0;
+  for (const struct half_layer *l = halves; l < halves + count; l++) {
+    long floats_of_row[] = {l->first.ins, l->first.outs, l->second.ins}, bytes = quantised_bytes(l, rows);
+    for (int i = 0; i < 3; i++) bytes += whole_lines(floats_of_row[i] * rows * sizeof(float));
+    most = greater(most, bytes);
+  }
+  return most;
 }
 
-static char *behind_quantised(const struct half_layer *l, char *scratch, long rows) {
-  return scratch + greater(scratch_of(&l->first, rows), scratch_of(&l->second, rows));
-}
-
-// Attention, with ``first`` for Q, K and V. ``layer`` has the pool and the shape, ``step`` the arguments that a step's layers share.
-// Returns as pagewise_attend.
-EXPORT int pagewise_attention_half(const struct half_layer *l, const struct attention *layer, const struct attention *step,
-                                   const float *cos, const float *sin, const float *x, float *residual, float *out,
-                                   char *scratch, long rows, long threads) {
-  char *quantised = scratch;
-  scratch = behind_quantised(l, scratch, rows);
-  float *qkv = project_norm(l, x, residual, &scratch, quantised, rows, threads);
-  float *attended = take(&scratch, l->second.ins * rows * sizeof(float));
+// Attention of qkv [rows, heads + 2 kv_heads, dim] to out. ``layer`` has the pool and the shape, ``step`` the arguments that
+// a step's layers share. Returns as pagewise_attend.
+static int attend(const struct attention *layer, const struct attention *step, const float *cos, const float *sin,
+                  float *qkv, float *out, long threads) {
   struct attention a = *layer;
   // From the slots up to the members of prefixes, all is of the step.
   memcpy(&a.slots, &step->slots, offsetof(struct attention, heads) - offsetof(struct attention, slots));
   if (a.window || a.attention_chunk) a.prefixes = 0;  // windows of equal lengths begin at different tokens
-  a.q = qkv, a.k = qkv + a.heads * a.dim, a.v = qkv + (a.heads + a.kv_heads) * a.dim, a.out = attended;
-  a.q_token = a.k_token = a.v_token = l->first.outs;
+  a.q = qkv, a.k = qkv + a.heads * a.dim, a.v = qkv + (a.heads + a.kv_heads) * a.dim, a.out = out;
+  a.q_token = a.k_token = a.v_token = (a.heads + 2 * a.kv_heads) * a.dim;
   a.q_head = a.k_head = a.v_head = a.dim;
   a.cos = cos, a.sin = sin, a.threads = threads;
-  if (pagewise_attend(&a)) return -1;
-  multiply(&l->second, attended, out, quantised, rows, threads);
-  return 0;
+  return pagewise_attend(&a);
 }
 
-// The gated MLP, with ``first`` for gate and up.
-EXPORT void pagewise_mlp_half(const struct half_layer *l, const float *x, float *residual, float *out, char *scratch,
-                              long rows, long threads) {
-  char *quantised = scratch;
-  scratch = behind_quantised(l, scratch, rows);
-  float *gate_up = project_norm(l, x, residual, &scratch, quantised, rows, threads);
-  float *activated = take(&scratch, l->second.ins * rows * sizeof(float));
-  pagewise_silu_mul(gate_up, l->first.outs, activated, rows, l->second.ins, 0, threads);
-  multiply(&l->second, activated, out, quantised, rows, threads);
+// Halves of decoder layers, one behind the other. residual [rows, hidden]: each half adds to it the result of the half
+// before, and the first one ``added``, unless that is NULL. out [rows, hidden]: the result of the last half. Returns as
+// pagewise_attend.
+EXPORT int pagewise_half_layers(const struct half_layer *halves, long count, const struct attention *step, const float *cos,
+                                const float *sin, float *residual, const float *added, float *out, char *scratch, long rows,
+                                long threads) {
+  for (const struct half_layer *l = halves; l < halves + count; l++) {
+    char *quantised = scratch, *free = scratch + quantised_bytes(l, rows);
+    float *normed = take(&free, l->first.ins * rows * sizeof(float));
+    float *first = take(&free, l->first.outs * rows * sizeof(float));
+    float *between = take(&free, l->second.ins * rows * sizeof(float));
+    pagewise_rms_norm(added ? added : residual, l->first.ins, added ? residual : NULL, l->norm, normed, rows, l->first.ins,
+                      l->eps, 0, threads);
+    multiply(&l->first, normed, first, quantised, rows, threads);
+    if (!l->attention) {
+      pagewise_silu_mul(first, l->first.outs, between, rows, l->second.ins, 0, threads);
+    } else if (attend(l->attention, step, cos, sin, first, between, threads)) {
+      return -1;
+    }
+    multiply(&l->second, between, out, quantised, rows, threads);
+    added = out;
+  }
+  return 0;
 }
 
 EXPORT long pagewise_sizeof_half_layer(void) { return sizeof(struct half_layer); }

@@ -57,9 +57,8 @@ FUNCTIONS = {
     ],
     "pagewise_linear_grouped": [_POINTER, _LONG, *[_POINTER] * 5, _LONG, _LONG, _LONG],
     "pagewise_quantised_experts": [*[_POINTER] * 10, *[ctypes.c_float] * 3, *[_LONG] * 7],
-    "pagewise_half_layer_scratch": [_POINTER, _LONG],
-    "pagewise_attention_half": [*[_POINTER] * 9, _LONG, _LONG],
-    "pagewise_mlp_half": [*[_POINTER] * 5, _LONG, _LONG],
+    "pagewise_half_layers_scratch": [_POINTER, _LONG, _LONG],
+    "pagewise_half_layers": [_POINTER, _LONG, *[_POINTER] * 7, _LONG, _LONG],
     "pagewise_sizeof_half_layer": [],
     "pagewise_sizeof_attention": [],
     "pagewise_attend": [_POINTER],
@@ -115,7 +114,10 @@ class WeightArguments(ctypes.Structure):
 class HalfLayerArguments(ctypes.Structure):
     """``struct half_layer`` of layer.c: a norm and the linear layers of attention or of a gated MLP."""
 
-    _fields_ = (("norm", _POINTER), ("eps", ctypes.c_float), ("first", WeightArguments), ("second", WeightArguments))
+    _fields_ = (
+        ("norm", _POINTER), ("eps", ctypes.c_float), ("first", WeightArguments), ("second", WeightArguments),
+        ("attention", _POINTER),
+    )  # fmt: skip
 
 
 class RecurrenceArguments(ctypes.Structure):
@@ -202,7 +204,7 @@ def _open(path: Path) -> Library:
             getattr(library, name).argtypes = argtypes
         except AttributeError:
             raise LibraryMissingError(f"{path} is of another version, without {name}; {_REMEDY}") from None
-    library.pagewise_half_layer_scratch.restype = _LONG  # other results fit into an int
+    library.pagewise_half_layers_scratch.restype = _LONG  # other results fit into an int
     structures = {
         "attention": AttentionArguments, "half_layer": HalfLayerArguments, "recurrence": RecurrenceArguments,
     }  # fmt: skip

@@ -1,7 +1,8 @@
 """The small operations of a fused decoder layer in C, for the CPU."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from pagewise_executor.models.packed_linear import CpuLinear
 from pagewise_executor.models.skinny_linear import Rows
 
 if TYPE_CHECKING:
-    from pagewise_kernels.cpu.layer import AttentionHalf, MlpHalf, PackedLinear
+    from pagewise_kernels.cpu.layer import HalfLayer, HalfLayers, PackedLinear
 
     from pagewise_executor.attention.cpu_attention import CpuStepAttention
 
@@ -26,9 +27,9 @@ class CpuOperations(Operations):
         from pagewise_kernels.cpu import attention, operations
 
         self._rms_norm, self._silu_mul, self._rotation = operations.rms_norm, operations.silu_mul, attention.Rotation
-        # By the first linear layer of each half of a layer; None: its linear layers are not all packed.
-        self._attention: dict[nn.Module, AttentionHalf | None] = {}
-        self._mlp: dict[nn.Module, MlpHalf | None] = {}
+        self._runs: dict[tuple[nn.Module, int, bool], list[_Run]] = {}
+        # By the first linear layer of each MLP; None: its linear layers are not all packed.
+        self._mlps: dict[nn.Module, HalfLayers | None] = {}
 
     def rotations(self, angles: Angles, max_model_len: int, device: torch.device) -> Callable[[torch.Tensor], Rotation]:
         """Return a function from positions to their rotation, which it looks up in a table of all positions so far."""
@@ -44,29 +45,49 @@ class CpuOperations(Operations):
         """Return the RMSNorm of x [tokens, size], or of x + residual, which ``residual`` holds afterwards."""
         return self._rms_norm(x, weight, eps, residual)
 
+    def layers(
+        self, layers: Sequence[FusedDecoderLayer], residual: torch.Tensor, added: torch.Tensor | None,
+        rotation: Rotation,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the output of the last of these layers, by one call where all their linear layers are packed."""
+        runs = self._runs_of(layers, with_mlps=True)
+        if not runs:
+            return super().layers(layers, residual, added, rotation)
+        for run in runs:
+            added = run.compute(residual, added, rotation)
+        assert added is not None
+        return added
+
     def attention(
         self, layer: FusedDecoderLayer, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
     ) -> torch.Tensor:
-        """Return the output of the attention of a layer, by one call where the linear layers are packed."""
-        qkv = layer.qkv
-        paged: PagedLayer = layer.self_attn.paged_layer  # type: ignore[assignment]
-        half = self._attention.get(qkv)
-        if qkv not in self._attention or (half is not None and half.layer is not paged):  # a new pool has new layers
-            half = self._attention[qkv] = _attention_half(layer, paged)
-        if half is None:
+        """Return the output of the attention of a layer, by one call where its linear layers are packed."""
+        runs = self._runs_of([layer], with_mlps=False)
+        if not runs:
             return super().attention(layer, x, residual, rotation)
-        step: CpuStepAttention = paged.forward_context.step  # type: ignore[assignment]
-        return half.compute(step.step, x, residual, rotation.cos, rotation.sin)
+        base, added = (x, None) if residual is None else (residual, x)
+        return runs[0].compute(base, added, rotation)
+
+    def _runs_of(self, layers: Sequence[FusedDecoderLayer], with_mlps: bool) -> "list[_Run]":
+        key = layers[0].qkv, len(layers), with_mlps
+        paged: PagedLayer = layers[0].self_attn.paged_layer  # type: ignore[assignment]
+        if (runs := self._runs.get(key)) and runs[0].layer is not paged:
+            self._runs.clear()  # a new pool has new layers
+        if key not in self._runs:
+            self._runs[key] = _runs(layers, with_mlps)
+        return self._runs[key]
 
     def feed_forward(self, layer: FusedDecoderLayer, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return the output of the MLP of a layer, by one call where the linear layers are packed."""
+        """Return the output of the MLP of a layer, by one call where its linear layers are packed."""
+        from pagewise_kernels.cpu.layer import HalfLayers
+
         if layer.mlp is not None:
             return super().feed_forward(layer, x, residual)
         gate_up = layer.gate_up
-        if gate_up not in self._mlp:
-            self._mlp[gate_up] = _mlp_half(layer)
-        half = self._mlp[gate_up]
-        return super().feed_forward(layer, x, residual) if half is None else half.compute(x, residual)
+        if gate_up not in self._mlps:
+            self._mlps[gate_up] = None if (half := _mlp_half(layer)) is None else HalfLayers([half])
+        mlp = self._mlps[gate_up]
+        return super().feed_forward(layer, x, residual) if mlp is None else mlp.compute(residual, x)
 
     def mix(
         self, mixture: nn.Module, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -92,27 +113,60 @@ class CpuOperations(Operations):
         return step.attend(layer, q, k, v, shape.scale, shape.window, rotation=turned)
 
 
-def _attention_half(layer: FusedDecoderLayer, paged: PagedLayer) -> "AttentionHalf | None":
-    """Return the attention of a layer as one operation; None: ranks, adapters or other types are between its parts."""
-    from pagewise_kernels.cpu import layer as halves
+class _Run(NamedTuple):
+    """Layers that attend with the same step and are computed by one call. ``layer``: of the first one's K and V."""
+
+    layer: PagedLayer
+    halves: "HalfLayers"
+
+    def compute(self, residual: torch.Tensor, added: torch.Tensor | None, rotation: Rotation) -> torch.Tensor:
+        """Return the output of the last half, as ``HalfLayers.compute`` does."""
+        from pagewise_kernels.cpu.layer import RotatedStep
+
+        step: CpuStepAttention = self.layer.forward_context.step  # type: ignore[assignment]
+        return self.halves.compute(residual, added, RotatedStep(step.step, rotation.cos, rotation.sin))
+
+
+def _runs(layers: Sequence[FusedDecoderLayer], with_mlps: bool) -> list[_Run]:
+    """Return these layers, or their attention alone, in as few runs as they have different steps in turn; none: ranks,
+    adapters, mixtures or other types are between their operations."""
+    from pagewise_kernels.cpu.layer import HalfLayers
+
+    parts: list[tuple[PagedLayer, list[HalfLayer | None]]] = []
+    for layer in layers:
+        paged: PagedLayer = layer.self_attn.paged_layer  # type: ignore[assignment]
+        parts.append((paged, [_attention_half(layer, paged), *([_mlp_half(layer)] if with_mlps else [])]))
+    runs = []
+    for _, run in groupby(parts, lambda part: id(part[0].forward_context)):
+        pools, halves = zip(*run, strict=True)
+        packed = [half for both in halves for half in both if half is not None]
+        if len(packed) < sum(map(len, halves)):
+            return []
+        runs.append(_Run(pools[0], HalfLayers(packed)))
+    return runs
+
+
+def _attention_half(layer: FusedDecoderLayer, paged: PagedLayer) -> "HalfLayer | None":
+    from pagewise_kernels.cpu.layer import AttentionHalf, Norm
 
     before, head_norm = layer.norm_before_attention, layer.head_norm
     packed = _packed(layer, before, layer.qkv, layer.out)
     if not packed or paged.attention_chunk is not None or paged.scale_queries is not None or not paged.writes_kv:
         return None
-    return halves.AttentionHalf(
-        halves.Norm(before.weight, before.eps), packed[0], packed[1], layer.shape.heads, paged, layer.shape.scale,
-        layer.shape.window, None if head_norm is None else halves.Norm(*head_norm),
+    return AttentionHalf(
+        Norm(before.weight, before.eps), packed[0], packed[1], layer.shape.heads, paged, layer.shape.scale,
+        layer.shape.window, None if head_norm is None else Norm(*head_norm),
     )  # fmt: skip
 
 
-def _mlp_half(layer: FusedDecoderLayer) -> "MlpHalf | None":
-    """Return the MLP of a layer as one operation; None: ranks, adapters or other types are between its parts."""
-    from pagewise_kernels.cpu import layer as halves
+def _mlp_half(layer: FusedDecoderLayer) -> "HalfLayer | None":
+    from pagewise_kernels.cpu.layer import MlpHalf, Norm
 
+    if layer.mlp is not None:
+        return None
     before = layer.norm_before_mlp
     packed = _packed(layer, before, layer.gate_up, layer.down)
-    return halves.MlpHalf(halves.Norm(before.weight, before.eps), packed[0], packed[1]) if packed else None
+    return MlpHalf(Norm(before.weight, before.eps), packed[0], packed[1]) if packed else None
 
 
 def _packed(layer: FusedDecoderLayer, norm: NormWeight, *linears: nn.Module) -> "list[PackedLinear]":

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from pagewise_executor.models.checkpoint import Checkpoint
 from pagewise_executor.models.draft_model import DraftModel
 from pagewise_executor.models.families import join_rope
-from pagewise_executor.models.fused import FusedDecoderLayer, NormWeight, sum_of_one
+from pagewise_executor.models.fused import FusedDecoder, FusedDecoderLayer, NormWeight, sum_of_one
 from pagewise_executor.models.kernel_choice import check_stored
 from pagewise_executor.models.llama import LlamaDecoderLayer, RMSNorm, RotaryEmbedding
 from pagewise_executor.models.llama_config import Count, LlamaConfig, NotReadableError
@@ -142,6 +142,8 @@ class EagleHead(DraftModel):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if isinstance(self._decoder, FusedDecoder):
+            self._decoder.call_by_module(self._taken if watched else ())
         if watched:
             for place, layer in enumerate(self._taken):
                 self._hooks.append(layer.register_forward_pre_hook(partial(self._keep, place), with_kwargs=True))

@@ -6,7 +6,8 @@ The results are the same up to the order of floating-point operations.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -82,6 +83,11 @@ class FusedDecoder(nn.Module):
         rope = self.rotary_emb
         num_positions = rope.num_positions if isinstance(rope, LongRope) else max_model_len
         self._rotation_at = operations.rotations(self._angles, num_positions, self.norm.weight.device)
+        self._hooked: frozenset[nn.Module] = frozenset()
+
+    def call_by_module(self, layers: Iterable[nn.Module]) -> None:
+        """Call these layers as modules, as hooks on them expect; others may be computed together, without a call."""
+        self._hooked = frozenset(layers)
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.rotary_emb(self.norm.weight, positions[None])  # type: ignore[operator]
@@ -96,8 +102,12 @@ class FusedDecoder(nn.Module):
         residual: torch.Tensor = self.embed_tokens(input_ids)[0]  # type: ignore[operator]
         rotation = self._rotation_at(position_ids[0])
         added: torch.Tensor | None = None
-        for layer in self.layers:  # type: ignore[union-attr]
-            added = layer(residual, added, rotation)
+        for hooked, layers in groupby(self.layers, self._hooked.__contains__):  # type: ignore[arg-type]
+            if not hooked:
+                added = self.operations.layers(list(layers), residual, added, rotation)
+                continue
+            for layer in layers:
+                added = layer(residual, added, rotation)
         assert added is not None
         return DecoderOutput(self.operations.rms_norm(added, self.norm.weight, self.norm.eps, residual)[None])
 

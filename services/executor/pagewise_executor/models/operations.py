@@ -1,6 +1,6 @@
 """The small operations of a fused decoder layer, in PyTorch and in Triton."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -66,6 +66,16 @@ class Operations:
     ) -> Rows:
         """Return the result of ``rms_norm`` in the form that the linear layer ``reader`` takes best."""
         return self.rms_norm(x, weight, eps, residual)
+
+    def layers(
+        self, layers: Sequence["FusedDecoderLayer"], residual: torch.Tensor, added: torch.Tensor | None,
+        rotation: Rotation,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the output of the last of these layers, one behind the other; see ``FusedDecoderLayer.forward``."""
+        for layer in layers:
+            added = layer(residual, added, rotation)
+        assert added is not None
+        return added
 
     def attention(
         self, layer: "FusedDecoderLayer", x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation
