@@ -143,8 +143,9 @@ class ForwardPass:
             work.decoding, self._batch.chunk_tokens(work), positions, kept, *also
         )
         last = self._last_tokens[decoding]
-        ids = torch.cat([last, tokens]) if work.chunks else last
-        return self.forward(ids, positions_there, wanted), tuple(there)
+        if not work.chunks:  # each token is a decode, whose logits are wanted
+            return self.forward(last, positions_there), tuple(there)
+        return self.forward(torch.cat([last, tokens]), positions_there, wanted), tuple(there)
 
     def _plan_recurrent(self) -> None:
         """Give the plan and the batches of the step to recurrent layers."""

@@ -192,4 +192,4 @@ class _Rotations:
         if largest >= len(self._cos):
             size = min(self._most, 1 << largest.bit_length())
             self._cos, self._sin = self._angles(torch.arange(size))
-        return Rotation(self._cos[positions], self._sin[positions])
+        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
