@@ -72,6 +72,9 @@ FORMS = {
         group=32,
     ),
     "fp8 of deepseek": Form(FP8, (16, 32), "token", _OF_DEEPSEEK, group=32, scale="weight_scale_inv"),
+    "fp8 of deepseek 3.1": Form(
+        FP8, (16, 32), "token", _OF_DEEPSEEK | {"scale_fmt": "ue8m0"}, group=32, scale="weight_scale_inv"
+    ),
     "fp8 of autofp8": Form(
         FP8, (0, 0), "static", {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
     ),
@@ -124,6 +127,8 @@ class OracleLinear(nn.Module):
         if self.input_scale is not None:
             return self.input_scale.double()
         most = part.abs().amax(dim=-1, keepdim=True) / MOST[self.form.dtype]
+        if self.form.config.get("scale_fmt") == "ue8m0":
+            most = most.float().log2().ceil().exp2().double()
         return torch.where(most > 0, most, 1.0)
 
     def stored(self) -> dict[str, torch.Tensor]:

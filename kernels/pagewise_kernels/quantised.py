@@ -51,7 +51,8 @@ def quantise_rows_kernel(
     x, values, scales, static_scale,
     stride_x, stride_values, stride_scales,
     SIZE: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, GROUPS: tl.constexpr, STATIC: tl.constexpr,
-    INTEGER: tl.constexpr, MOST: tl.constexpr, ROUND_FIRST: tl.constexpr, PDL: tl.constexpr = False,
+    INTEGER: tl.constexpr, MOST: tl.constexpr, ROUND_FIRST: tl.constexpr, UE8M0: tl.constexpr = False,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Programs: row, GROUPS groups of it."""
     row = tl.program_id(0).to(tl.int64)
@@ -62,6 +63,9 @@ def quantise_rows_kernel(
     inside = (within < GROUP)[None, :] & (at < SIZE)
     wide = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
     scale = scale_of(wide, 1, MOST)
+    if UE8M0:  # the next power of two has no bits of a fraction; a NaN stays one
+        power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = tl.where(scale == scale, power.to(tl.float32, bitcast=True), scale)
     if STATIC:
         scale = tl.where(scale == scale, tl.load(static_scale), scale)
     tl.store(scales + row * stride_scales + groups, scale, mask=groups * GROUP < SIZE)
@@ -77,12 +81,14 @@ def quantise_rows_kernel(
 
 
 def quantise_rows(
-    x: torch.Tensor, dtype: torch.dtype, *, group: int | None = None, static_scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, dtype: torch.dtype, *, group: int | None = None, static_scale: torch.Tensor | None = None,
+    ue8m0: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Quantise x [rows, size] to ``dtype`` (float8_e4m3fn or int8), as one kernel.
 
     ``group``: neighbouring values with one scale, by default the row. The largest value of each becomes 448 or 127.
-    With ``static_scale`` (float32, one value) all have that scale, and larger values are clamped.
+    With ``static_scale`` (float32, one value) all have that scale, and larger values are clamped. With ``ue8m0`` scales
+    are rounded up to powers of two, as DeepSeek V3.1 has them.
     Returns values [rows, size] and float32 scales [rows, groups], whose product is x. The scale of a group with a NaN
     is NaN.
 
@@ -111,7 +117,7 @@ def quantise_rows(
         x, values, scales, scales if static_scale is None else static_scale,
         x.stride(0), values.stride(0), scales.stride(0),
         SIZE=size, GROUP=group, PADDED=padded, GROUPS=groups, STATIC=static_scale is not None,
-        INTEGER=dtype == torch.int8, MOST=MOST[dtype], ROUND_FIRST=interpreted(),
+        INTEGER=dtype == torch.int8, MOST=MOST[dtype], ROUND_FIRST=interpreted(), UE8M0=ue8m0,
         num_warps=min(32, max(4, padded * groups // 2048)),
     )  # fmt: skip
     return values, scales

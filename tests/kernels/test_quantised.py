@@ -54,6 +54,23 @@ def test_inputs_are_quantised_by_row_or_group(
     assert bool((values[0].float().abs().amax() == MOST[dtype]).all())
 
 
+def test_scales_are_rounded_up_to_powers_of_two(device: torch.device) -> None:
+    x = torch.randn(6, 256, device=device) * 30
+    x[0], x[1, 5], x[2, :128] = 0.0, float("nan"), 448 * 2**-3 / (1 + torch.arange(128, device=device))
+    x[3, 128] = 448 * 2 * (1 + 2**-20)
+    _, plain = quantise_rows(x, FP8, group=128)
+    values, scales = quantise_rows(x, FP8, group=128, ue8m0=True)
+    assert torch.equal(scales.isnan(), plain.isnan())
+    mantissa, _ = torch.frexp(scales.nan_to_num(1.0))
+    assert (mantissa == 0.5).all()
+    assert ((plain <= scales) & (scales < 2 * plain) | plain.isnan()).all()
+    assert (scales[2, 0], scales[3, 1]) == (2**-3, 4)
+    back = values.double() * oracles.spread(scales, (1, 128), x.shape)
+    errors, known = (back - x.double()).abs(), ~x.isnan() & ~x.isnan().any(dim=1, keepdim=True)
+    allowed = x.double().abs() / 15 + oracles.spread(scales, (1, 128), x.shape) / 500
+    assert (errors <= allowed)[known.expand_as(errors)].all()
+
+
 # NumPy warns of it in the interpreter of Triton 3.7, and the int8 values are of no interest.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 @pytest.mark.parametrize("dtype", TYPES)

@@ -237,8 +237,8 @@ def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
     block, static = found.weight_block_size, found.activation_scheme == "static"
     refuse(
         (found.fmt != "e4m3", f"in the format {found.fmt}"),
-        # ue8m0: the scales of inputs are rounded to powers of two
-        (found.scale_fmt not in (None, "float"), f"with scales in the format {found.scale_fmt}"),
+        (found.scale_fmt not in (None, "float", "ue8m0"), f"with scales in the format {found.scale_fmt}"),
+        (found.scale_fmt == "ue8m0" and not block, "with scales in the format ue8m0, and not per block"),
         (found.expert_dtype not in (None, "fp8"), f"with experts in {found.expert_dtype}"),
         (
             found.modules_to_convert,
@@ -248,7 +248,9 @@ def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
     )
     if found.kv_cache_scheme:
         _warn_of_kv_scales(name, kv_dtype)
-    scheme = Scheme(FP8, block, Inputs(group=block[1])) if block else Scheme(FP8, (0, 0), Inputs(static=static))
+    scheme = Scheme(FP8, (0, 0), Inputs(static=static))
+    if block:
+        scheme = Scheme(FP8, block, Inputs(group=block[1], ue8m0=found.scale_fmt == "ue8m0"))
     return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
 
 

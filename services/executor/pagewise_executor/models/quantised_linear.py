@@ -88,7 +88,9 @@ class TritonQuantisedLinear(QuantisedLinear):
         group = self.inputs.group
         if not self.inputs.quantised:
             return scaled_linear(x, None, self.values, self.scales, self.block, self.bias)
-        values, scales = quantise_rows(x, self.values.dtype, group=group, static_scale=self.static_scale)
+        values, scales = quantise_rows(
+            x, self.values.dtype, group=group, static_scale=self.static_scale, ue8m0=self.inputs.ue8m0
+        )
         return scaled_linear(
             values, scales, self.values, self.scales, self.block, self.bias, group=group, dtype=x.dtype
         )

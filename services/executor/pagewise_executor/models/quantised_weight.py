@@ -18,12 +18,13 @@ class Inputs(NamedTuple):
 
     ``quantised``: False: only weights are in eight bits. ``group``: the number of inputs of a row that share a scale;
     None: all. ``static``: the checkpoint has one scale for all rows; otherwise each row or group has one by its largest
-    value.
+    value. ``ue8m0``: such a scale is the next power of two, which exponents of eight bits hold.
     """
 
     quantised: bool = True
     group: int | None = None
     static: bool = False
+    ue8m0: bool = False
 
 
 BY_ROW = Inputs()
@@ -118,6 +119,10 @@ def quantise_inputs(
         padded = torch.nn.functional.pad(wide.abs(), (0, -size % group)).view(len(x), -1, group)
         most = padded.amax(dim=2)
         scales = torch.where(most > 0, most / MOST[dtype], 1.0)
+        if inputs.ue8m0:
+            mantissa, exponent = torch.frexp(scales)  # 0.5 <= mantissa < 1
+            powers = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+            scales = torch.where(scales.isfinite(), powers, scales)
         scales = scales if scales.shape[1] == 1 else scales.repeat_interleave(group, dim=1)[:, :size]
     scaled = (wide / scales).clamp_(-MOST[dtype], MOST[dtype])
     return (scaled.round_() if dtype == torch.int8 else scaled.to(dtype).float()), scales
