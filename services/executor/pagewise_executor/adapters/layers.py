@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pagewise_executor.models.fused import FusedDecoderLayer
+from pagewise_executor.models.fused import FusedDecoderLayer, WrappedLinear
 from pagewise_executor.models.shards import move_sum
 
 
@@ -28,13 +28,18 @@ class AdapterContext:
     add: "Callable[[AdaptedLinear, torch.Tensor, torch.Tensor], None] | None" = None
 
 
-class AdaptedLinear(nn.Module):
+class AdaptedLinear(WrappedLinear):
     """A linear layer ``base`` with adapters. ``number``: its index among the adapted layers of the model."""
 
     def __init__(self, base: nn.Module, number: int, parts: list[Part], ins: int, context: AdapterContext) -> None:
-        super().__init__()
-        self.base, self.number, self.parts, self.ins, self.outs = base, number, parts, ins, parts[-1].stop
+        super().__init__(base)
+        self.number, self.parts, self.ins, self.outs = number, parts, ins, parts[-1].stop
         self.context = context
+
+    @property
+    def adds(self) -> bool:
+        """Whether the batch has adapters."""
+        return self.context.add is not None
 
     @property
     def weight(self) -> torch.Tensor:

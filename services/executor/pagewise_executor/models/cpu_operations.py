@@ -9,7 +9,7 @@ from torch import nn
 
 from pagewise_executor.attention.backend import AttentionShape, PagedLayer
 from pagewise_executor.models.cpu_mixtures import CpuMixture
-from pagewise_executor.models.fused import FusedDecoderLayer, NormWeight, sum_of_one
+from pagewise_executor.models.fused import FusedDecoderLayer, NormWeight, WrappedLinear, sum_of_one
 from pagewise_executor.models.operations import Angles, HeadNorm, Operations, Rotation
 from pagewise_executor.models.packed_linear import CpuLinear
 from pagewise_executor.models.skinny_linear import Rows
@@ -69,6 +69,8 @@ class CpuOperations(Operations):
         return runs[0].compute(base, added, rotation)
 
     def _runs_of(self, layers: Sequence[FusedDecoderLayer], with_mlps: bool) -> "list[_Run]":
+        if _adds(layers[0].qkv):
+            return []
         key = layers[0].qkv, len(layers), with_mlps
         paged: PagedLayer = layers[0].self_attn.paged_layer  # type: ignore[assignment]
         if (runs := self._runs.get(key)) and runs[0].layer is not paged:
@@ -87,7 +89,9 @@ class CpuOperations(Operations):
         if gate_up not in self._mlps:
             self._mlps[gate_up] = None if (half := _mlp_half(layer)) is None else HalfLayers([half])
         mlp = self._mlps[gate_up]
-        return super().feed_forward(layer, x, residual) if mlp is None else mlp.compute(residual, x)
+        if mlp is None or _adds(gate_up):
+            return super().feed_forward(layer, x, residual)
+        return mlp.compute(residual, x)
 
     def mix(
         self, mixture: nn.Module, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -129,7 +133,7 @@ class _Run(NamedTuple):
 
 def _runs(layers: Sequence[FusedDecoderLayer], with_mlps: bool) -> list[_Run]:
     """Return these layers, or their attention alone, in as few runs as they have different steps in turn; none: ranks,
-    adapters, mixtures or other types are between their operations."""
+    mixtures or other types are between their operations."""
     from pagewise_kernels.cpu.layer import HalfLayers
 
     parts: list[tuple[PagedLayer, list[HalfLayer | None]]] = []
@@ -171,9 +175,14 @@ def _mlp_half(layer: FusedDecoderLayer) -> "HalfLayer | None":
 
 def _packed(layer: FusedDecoderLayer, norm: NormWeight, *linears: nn.Module) -> "list[PackedLinear]":
     """Return the weights of linear layers that one operation may compute with all between them; none if it may not."""
-    packed: list[PackedLinear] = [linear.packed for linear in linears if isinstance(linear, CpuLinear)]
+    bases = [linear.base if isinstance(linear, WrappedLinear) else linear for linear in linears]
+    packed: list[PackedLinear] = [base.packed for base in bases if isinstance(base, CpuLinear)]
     plain = norm.weight.dtype == torch.float32 and layer.reduce is sum_of_one
     return packed if plain and len(packed) == len(linears) else []
+
+
+def _adds(linear: nn.Module) -> bool:
+    return isinstance(linear, WrappedLinear) and linear.adds
 
 
 class _Rotations:

@@ -166,6 +166,19 @@ class FusedDecoderLayer(nn.Module):
         return self.reduce(self.down(self.operations.gated(self.gate_up, x)))
 
 
+class WrappedLinear(nn.Module):
+    """A linear layer ``base`` to whose outputs something may be added."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def adds(self) -> bool:
+        """Whether something is added in this step, in this layer or another one of the model."""
+        raise NotImplementedError
+
+
 class NormWeight(nn.Module):
     """The weight of an RMSNorm, in the model's type, and its eps."""
 
