@@ -26,7 +26,7 @@ from pagewise_executor.attention.torch_attention import LayerOfPieces
 from pagewise_executor.models.balanced_rounding import add_products, quantise_balanced
 from pagewise_executor.models.cpu_mixtures import find_experts, is_experts
 from pagewise_executor.models.four_bit_weight import FourBitWeight, quantise
-from pagewise_executor.models.fused import FusedDecoderLayer
+from pagewise_executor.models.fused import FusedDecoder, FusedDecoderLayer
 from pagewise_executor.models.operations import Operations
 from pagewise_executor.models.packed_linear import is_quantised
 
@@ -110,8 +110,13 @@ class Calibration:
         for part in islice(waiting, ahead):
             enter(part)
         positions = torch.arange(self._text.shape[1]).repeat(len(self._text))
+        decoder = model.get_decoder()
+        if isinstance(decoder, FusedDecoder):
+            decoder.call_by_module(lambda layer: True)
         with torch.no_grad(), self._plain_attention():
-            model.get_decoder()(input_ids=self._text.view(1, -1), position_ids=positions[None], use_cache=False)
+            decoder(input_ids=self._text.view(1, -1), position_ids=positions[None], use_cache=False)
+        if isinstance(decoder, FusedDecoder):
+            decoder.call_by_module()
         for part in list(self._watched):  # lists of modules that are no layers
             self._finish(part, done)
 

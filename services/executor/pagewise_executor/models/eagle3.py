@@ -143,7 +143,7 @@ class EagleHead(DraftModel):
             hook.remove()
         self._hooks.clear()
         if isinstance(self._decoder, FusedDecoder):
-            self._decoder.call_by_module(self._taken if watched else ())
+            self._decoder.call_by_module(frozenset(self._taken if watched else ()).__contains__)
         if watched:
             for place, layer in enumerate(self._taken):
                 self._hooks.append(layer.register_forward_pre_hook(partial(self._keep, place), with_kwargs=True))

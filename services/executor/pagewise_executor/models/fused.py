@@ -6,7 +6,7 @@ The results are the same up to the order of floating-point operations.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,6 +52,10 @@ _PLAIN_HEADS = {"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalL
 operations."""
 
 
+def _no_layer(layer: nn.Module) -> bool:
+    return False
+
+
 class CausalLMOutput(NamedTuple):
     """The output of such a model: logits [1, tokens, vocab]."""
 
@@ -83,11 +87,14 @@ class FusedDecoder(nn.Module):
         rope = self.rotary_emb
         num_positions = rope.num_positions if isinstance(rope, LongRope) else max_model_len
         self._rotation_at = operations.rotations(self._angles, num_positions, self.norm.weight.device)
-        self._hooked: frozenset[nn.Module] = frozenset()
+        self._is_hooked: Callable[[nn.Module], bool] = _no_layer
 
-    def call_by_module(self, layers: Iterable[nn.Module]) -> None:
-        """Call these layers as modules, as hooks on them expect; others may be computed together, without a call."""
-        self._hooked = frozenset(layers)
+    def call_by_module(self, hooked: Callable[[nn.Module], bool] = _no_layer) -> None:
+        """Call the layers for which ``hooked`` is true as modules, as their hooks expect, which may replace others.
+
+        The others may be computed together, without a call.
+        """
+        self._is_hooked = hooked
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.rotary_emb(self.norm.weight, positions[None])  # type: ignore[operator]
@@ -102,7 +109,7 @@ class FusedDecoder(nn.Module):
         residual: torch.Tensor = self.embed_tokens(input_ids)[0]  # type: ignore[operator]
         rotation = self._rotation_at(position_ids[0])
         added: torch.Tensor | None = None
-        for hooked, layers in groupby(self.layers, self._hooked.__contains__):  # type: ignore[arg-type]
+        for hooked, layers in groupby(self.layers, self._is_hooked):  # type: ignore[arg-type]
             if not hooked:
                 added = self.operations.layers(list(layers), residual, added, rotation)
                 continue
