@@ -63,7 +63,9 @@ def quantise_rows_kernel(
     inside = (within < GROUP)[None, :] & (at < SIZE)
     wide = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
     scale = scale_of(wide, 1, MOST)
-    if UE8M0:  # the next power of two has no bits of a fraction; a NaN stays one
+    if UE8M0:
+        # The next power of two has no bits of a fraction; a NaN stays one. The division is a product with 1 / 448 in
+        # float32, which is so near that quotients that are powers of two come out as these.
         power = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = tl.where(scale == scale, power.to(tl.float32, bitcast=True), scale)
     if STATIC:
@@ -86,9 +88,9 @@ def quantise_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Quantise x [rows, size] to ``dtype`` (float8_e4m3fn or int8), as one kernel.
 
-    ``group``: neighbouring values with one scale, by default the row. The largest value of each becomes 448 or 127.
-    With ``static_scale`` (float32, one value) all have that scale, and larger values are clamped. With ``ue8m0`` scales
-    are rounded up to powers of two, as DeepSeek V3.1 has them.
+    ``group``: neighbouring values with one scale, by default the row. The largest value of each becomes 448 or 127;
+    with ``ue8m0`` scales are rounded up to powers of two, as DeepSeek V3.1 has them. With ``static_scale`` (float32,
+    one value) all have that scale, and larger values are clamped.
     Returns values [rows, size] and float32 scales [rows, groups], whose product is x. The scale of a group with a NaN
     is NaN.
 
@@ -103,8 +105,10 @@ def quantise_rows(
     group = min(group or size, size)
     if not 1 <= group <= _LARGEST:
         raise ValueError(f"groups of {group} are not supported, only groups of 1 to {_LARGEST}")
-    if static_scale is not None and (static_scale.numel(), static_scale.dtype, group) != (1, torch.float32, size):
-        raise ValueError("a static scale is one float32 for all rows, without groups")
+    if static_scale is not None and (
+        (static_scale.numel(), static_scale.dtype, group) != (1, torch.float32, size) or ue8m0
+    ):
+        raise ValueError("a static scale is one float32 for all rows, without groups, and is not rounded")
     values = torch.empty(rows, size, dtype=dtype, device=x.device)
     num_groups = triton.cdiv(size, group)
     scales = torch.empty(rows, num_groups, dtype=torch.float32, device=x.device)

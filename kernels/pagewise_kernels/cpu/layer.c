@@ -98,10 +98,10 @@ EXPORT int pagewise_half_layers(const struct half_layer *halves, long count, con
                                 const float *sin, float *residual, const float *added, float *out, char *scratch, long rows,
                                 long threads) {
   for (const struct half_layer *l = halves; l < halves + count; l++) {
-    char *quantised = scratch, *free = scratch + quantised_bytes(l, rows);
-    float *normed = take(&free, l->first.ins * rows * sizeof(float));
-    float *first = take(&free, l->first.outs * rows * sizeof(float));
-    float *between = take(&free, l->second.ins * rows * sizeof(float));
+    char *quantised = scratch, *rest = scratch + quantised_bytes(l, rows);
+    float *normed = take(&rest, l->first.ins * rows * sizeof(float));
+    float *first = take(&rest, l->first.outs * rows * sizeof(float));
+    float *between = take(&rest, l->second.ins * rows * sizeof(float));
     pagewise_rms_norm(added ? added : residual, l->first.ins, added ? residual : NULL, l->norm, normed, rows, l->first.ins,
                       l->eps, 0, threads);
     multiply(&l->first, normed, first, quantised, rows, threads);

@@ -122,7 +122,7 @@ class HalfLayers:
     def __init__(self, halves: Sequence[HalfLayer]) -> None:
         if len({half.norm.numel() for half in halves}) != 1:
             raise ValueError(f"{len(halves)} halves have not one hidden size: {[half.norm.numel() for half in halves]}")
-        self._library, self._halves, self._norm = load_library(), halves, halves[0].norm
+        self._library, self._halves, self._norm = load_library(), tuple(halves), halves[0].norm
         self._shapes = {(half.layer.block_size, half.layer.head_dim) for half in halves if half.layer is not None}
         self._arguments = (HalfLayerArguments * len(halves))(*(half.arguments for half in halves))
 

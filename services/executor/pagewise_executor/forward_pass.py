@@ -122,8 +122,8 @@ class ForwardPass:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Compute a step that the batch has applied and not advanced yet.
 
-        ``kept`` [n]: the indices of the flat batch (decodes first, then prefill chunks) whose logits are wanted.
-        ``also``: further arrays that the same copy uploads.
+        ``kept`` [n]: the indices of the flat batch (decodes first, then prefill chunks) whose logits are wanted; in a
+        step without chunks all of them, in order. ``also``: further arrays that the same copy uploads.
 
         Returns logits [n, vocab], which the next call may overwrite, and ``also``, on the device.
         """

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pagewise_executor.adapters.host import HostAdapters
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.fused import FusedDecoderLayer
 from pagewise_scheduler.core.requests.request import Request
 from pagewise_shared.adapters import AdapterFiles, open_adapter, read_adapter
 from pagewise_shared.errors import AdapterError
@@ -17,6 +19,7 @@ from pagewise_shared.segments import make_segments, mark_segments
 from safetensors.torch import load_file, save_file
 
 from tests.core_requests import change
+from tests.cpu_kernels import need_cpu_kernels
 from tests.executor.driver import drive, run_requests
 from tests.executor.references import segments_reference
 from tests.executor.runners import build_runner
@@ -82,6 +85,30 @@ def test_a_mixed_batch_is_what_peft_computes_for_each_adapter(
     options: dict[str, Any], llama: Path, folders: dict[str, Path]
 ) -> None:
     check(build_runner(llama, enable_lora=True, max_loras=3, **options), llama, folders)
+
+
+def test_on_the_cpu_layers_are_one_call_in_steps_without_adapters_alone(
+    llama: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_cpu_kernels()
+    single: list[FusedDecoderLayer] = []
+    original = FusedDecoderLayer.forward
+
+    def forward(self: FusedDecoderLayer, *args: Any) -> torch.Tensor:
+        single.append(self)
+        return original(self, *args)
+
+    monkeypatch.setattr(FusedDecoderLayer, "forward", forward)
+    runner = build_runner(llama, enable_lora=True, kernels="cpu", dtype="float32")
+    single.clear()
+    for name in (None, "plain", None):
+        adapter = read(folders[name], name) if name else None
+        request = with_adapter(adapter, [3, 4, 5, 6, 7], 6, "r")
+        run_requests(runner, [request])
+        expected, _ = greedy(peft_model(llama, folders.get(name or "")), [3, 4, 5, 6, 7], 6)
+        assert request.sequences[0].output_token_ids.tolist() == expected
+        assert bool(single) is (adapter is not None)
+        single.clear()
 
 
 def test_adapters_that_take_turns_in_one_slot_and_lose_their_blocks_go_on_as_if_nothing_had_happened(

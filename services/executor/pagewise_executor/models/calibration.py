@@ -111,12 +111,8 @@ class Calibration:
             enter(part)
         positions = torch.arange(self._text.shape[1]).repeat(len(self._text))
         decoder = model.get_decoder()
-        if isinstance(decoder, FusedDecoder):
-            decoder.call_by_module(lambda layer: True)
-        with torch.no_grad(), self._plain_attention():
+        with torch.no_grad(), self._plain_attention(), _by_module(decoder):
             decoder(input_ids=self._text.view(1, -1), position_ids=positions[None], use_cache=False)
-        if isinstance(decoder, FusedDecoder):
-            decoder.call_by_module()
         for part in list(self._watched):  # lists of modules that are no layers
             self._finish(part, done)
 
@@ -146,6 +142,19 @@ class Calibration:
         finally:
             for module in self._attention:
                 del module.paged_layer
+
+
+@contextmanager
+def _by_module(decoder: nn.Module) -> Iterator[None]:
+    """Let a decoder call its layers as modules: their hooks load the layers behind them."""
+    if not isinstance(decoder, FusedDecoder):
+        yield
+        return
+    decoder.call_by_module(lambda layer: True)
+    try:
+        yield
+    finally:
+        decoder.call_by_module()
 
 
 class _Watched:

@@ -69,14 +69,15 @@ class CpuOperations(Operations):
         return runs[0].compute(base, added, rotation)
 
     def _runs_of(self, layers: Sequence[FusedDecoderLayer], with_mlps: bool) -> "list[_Run]":
+        """Return the runs of layers, or of their attention alone; none: their operations are called one by one."""
         if _adds(layers[0].qkv):
             return []
         key = layers[0].qkv, len(layers), with_mlps
         paged: PagedLayer = layers[0].self_attn.paged_layer  # type: ignore[assignment]
         if (runs := self._runs.get(key)) and runs[0].layer is not paged:
-            self._runs.clear()  # a new pool has new layers
+            self._runs.clear()  # a new pool has new layers, all of them
         if key not in self._runs:
-            self._runs[key] = _runs(layers, with_mlps)
+            self._runs[key] = _make_runs(layers, with_mlps)
         return self._runs[key]
 
     def feed_forward(self, layer: FusedDecoderLayer, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -131,7 +132,7 @@ class _Run(NamedTuple):
         return self.halves.compute(residual, added, RotatedStep(step.step, rotation.cos, rotation.sin))
 
 
-def _runs(layers: Sequence[FusedDecoderLayer], with_mlps: bool) -> list[_Run]:
+def _make_runs(layers: Sequence[FusedDecoderLayer], with_mlps: bool) -> list[_Run]:
     """Return these layers, or their attention alone, in as few runs as they have different steps in turn; none: ranks,
     mixtures or other types are between their operations."""
     from pagewise_kernels.cpu.layer import HalfLayers

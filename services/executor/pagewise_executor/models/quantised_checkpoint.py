@@ -248,10 +248,8 @@ def _fp8(name: str, found: _Fp8, kv_dtype: str) -> QuantisedCheckpoint:
     )
     if found.kv_cache_scheme:
         _warn_of_kv_scales(name, kv_dtype)
-    scheme = Scheme(FP8, (0, 0), Inputs(static=static))
-    if block:
-        scheme = Scheme(FP8, block, Inputs(group=block[1], ue8m0=found.scale_fmt == "ue8m0"))
-    return QuantisedCheckpoint(name, [(["Linear"], scheme)], [], strict=False)
+    inputs = Inputs(group=block[1], ue8m0=found.scale_fmt == "ue8m0") if block else Inputs(static=static)
+    return QuantisedCheckpoint(name, [(["Linear"], Scheme(FP8, block or (0, 0), inputs))], [], strict=False)
 
 
 _PER_TENSOR = Scheme(FP8, (0, 0), Inputs(static=True))

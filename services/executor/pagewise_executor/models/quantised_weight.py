@@ -120,9 +120,8 @@ def quantise_inputs(
         most = padded.amax(dim=2)
         scales = torch.where(most > 0, most / MOST[dtype], 1.0)
         if inputs.ue8m0:
-            mantissa, exponent = torch.frexp(scales)  # 0.5 <= mantissa < 1
-            powers = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
-            scales = torch.where(scales.isfinite(), powers, scales)
+            # The next power of two has no bits of a fraction.
+            scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
         scales = scales if scales.shape[1] == 1 else scales.repeat_interleave(group, dim=1)[:, :size]
     scaled = (wide / scales).clamp_(-MOST[dtype], MOST[dtype])
     return (scaled.round_() if dtype == torch.int8 else scaled.to(dtype).float()), scales
