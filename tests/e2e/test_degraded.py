@@ -1,6 +1,7 @@
 """A process of ``pagewise serve`` that cannot start again, while the others serve."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -15,8 +16,9 @@ from benchmarks.processes import EXECUTOR, Served, serving
 def executor_1(server: Served) -> int | None:
     """Its process id, if it runs."""
     for pid in server.pids(EXECUTOR):
-        if b"--executor-id=executor-1" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            if b"--executor-id=executor-1" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
     return None
 
 

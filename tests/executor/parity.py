@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 import transformers
 from pagewise_executor.model_runner import ModelRunner
+from pagewise_executor.models.four_bit_experts import quantise_experts
+from pagewise_executor.models.four_bit_weight import round_alone
 from pagewise_executor.models.packed_linear import Quantization, pack_linears, quantisation_of
 from pagewise_executor.models.preparation import parts_of
 from pagewise_scheduler.core.requests.request import Request
@@ -48,6 +50,8 @@ def check_family(
     if quantization != "none":
         absorbed = {name: layer for name, layer in model.named_modules() if name.endswith("kv_b_proj")}
         for part in list(parts_of(model)):
+            if quantization == "int4":
+                quantise_experts(model, part, round_alone)
             pack_linears(model, "cpu", quantisation_of(part, quantization), part)
         for name, layer in absorbed.items():  # the executor absorbs it, and does not round it
             model.set_submodule(name, layer)

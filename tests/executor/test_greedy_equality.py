@@ -67,7 +67,7 @@ def test_greedy_tokens_of_quantised_models_equal_those_of_generate_with_the_same
     """With four bits inputs are not rounded: a last bit, which differs with the operations beside the layer, would
     decide how one is, and so how all behind it are."""
     need_cpu_kernels()
-    if quantization == "int4" and family != "kimi_linear":  # whose experts round inputs anyway
+    if quantization == "int4":
         keep_inputs_exact(monkeypatch)
     check_family(family, tmp_path, "cpu", 16, kernels="cpu", quantization=quantization)
 
