@@ -82,13 +82,17 @@ def prefill_config(
     if longest * group <= 64:
         rows = power_of_two(min(longest * group, 64 if dim <= 256 else 32))
         return TileConfig(max(smallest, rows), min(64, 8192 // dim), 4, 2)
+    # Numbers of four bits are made in registers, of which products before Hopper take more.
+    is_tight = kv_dtype == INT4 and not is_hopper(device)
     if dim <= 128:
         # Hopper has room for tiles of 128 tokens, which take a fifth fewer instructions per token than tiles of 64.
         # Float8 has to be converted, for which there are no registers left.
-        return TileConfig(max(smallest, 128), 128 if is_hopper(device) and kv_bytes == 2 else 64, 8, 3)
+        tile = 128 if is_hopper(device) and kv_bytes == 2 else 32 if is_tight and dim > 64 else 64
+        return TileConfig(max(smallest, 128), tile, 8, 3)
     # Four bits, whose numbers are made in registers, would spill 328 bytes per thread of larger tiles, and 848.
     if dim <= 256:
-        return TileConfig(max(smallest, 128 if is_hopper(device) and kv_dtype != INT4 else 64), 32, 8, 2)
+        rows = 128 if is_hopper(device) and kv_dtype != INT4 else 64
+        return TileConfig(max(smallest, rows), 32, 8, 1 if is_tight else 2)
     if kv_dtype == INT4:
         return TileConfig(smallest, 16, 8, 2)
     # The queries alone take 64 KiB of shared memory in rows of 64, for which only Hopper has room beside K and V. With
