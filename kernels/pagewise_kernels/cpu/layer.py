@@ -159,7 +159,7 @@ class HalfLayers:
 def _step_arguments(
     attention: RotatedStep | None, rows: int, shapes: set[tuple[int, int]]
 ) -> tuple[object, int | None, int | None]:
-    """Return what a call reads of a step, for layers with these sizes of blocks and heads.
+    """Return the pointers of a step: its shared arguments, cos and sin. ``shapes``: block size and head size of layers.
 
     Raises:
         ValueError: the step is of other rows or of other layers.
