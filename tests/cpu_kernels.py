@@ -1,5 +1,9 @@
 """Whether the CPU operations can be tested here, and in which builds."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 import torch
 from pagewise_kernels.cpu.build import VARIANTS, Variant, machine
@@ -21,6 +25,20 @@ def need_cpu_kernels() -> None:
         load_library()
     except LibraryMissingError as error:
         pytest.skip(str(error))
+
+
+@contextmanager
+def built_in(folder: Path) -> Iterator[None]:
+    """Load the library from ``folder``, also in modules that are imported now, which keep ``load_library`` for ever."""
+    function = load_library.__wrapped__
+    before = function.__defaults__
+    function.__defaults__ = (folder,)
+    load_library.cache_clear()
+    try:
+        yield
+    finally:
+        function.__defaults__ = before
+        load_library.cache_clear()
 
 
 def variants() -> list[Variant]:

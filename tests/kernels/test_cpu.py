@@ -1,7 +1,6 @@
 """The CPU operations against float64 oracles, in every build of the library that this processor runs."""
 
 import ctypes
-import functools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pagewise_kernels.cpu.library import AttentionArguments
 from pagewise_kernels.cpu.operations import PackedWeight, rms_norm, silu_mul
 from pagewise_kernels.kv_layer import INT8, KVLayer, Scales
 
-from tests.cpu_kernels import need_cpu_kernels, variants
+from tests.cpu_kernels import built_in, need_cpu_kernels, variants
 from tests.kernels import oracles
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -402,7 +401,7 @@ def test_a_library_with_another_structure_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_where_the_best_variant_is_missing_the_next_one_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     need_cpu_kernels()
     *others, best = variants()
@@ -411,10 +410,10 @@ def test_where_the_best_variant_is_missing_the_next_one_computes(
         pytest.skip("this processor runs one variant")
     for one in others:
         (tmp_path / one.file).write_bytes((folder / one.file).read_bytes())
-    monkeypatch.setattr(library, "load_library", functools.partial(library.load_library, tmp_path))
-    assert library.load_library().variant == others[-1]
-    assert library.load_library().narrower
-    assert library.has_fast_products() == (others[-1].vec >= 8)
+    with built_in(tmp_path):
+        assert library.load_library().variant == others[-1]
+        assert library.load_library().narrower
+        assert library.has_fast_products() == (others[-1].vec >= 8)
     (warning,) = caplog.messages
     assert f"{tmp_path / best.file} has not been built, so {others[-1].file} is used" in warning
     assert "python -m pagewise_kernels.cpu.build" in warning

@@ -1,6 +1,5 @@
 """Models that cannot be served, and why; and how large the pool becomes."""
 
-import functools
 import json
 import logging
 import shutil
@@ -14,12 +13,11 @@ from pagewise_executor.models import loader
 from pagewise_executor.models.kernel_choice import candidates
 from pagewise_executor.models.loader import load_model
 from pagewise_kernels.cpu import library
-from pagewise_kernels.cpu.library import LibraryMissingError
 from pagewise_shared import progress
 from pagewise_shared.config import ExecutorConfig
 from pagewise_shared.errors import ModelError
 
-from tests.cpu_kernels import need_cpu_kernels, variants
+from tests.cpu_kernels import built_in, need_cpu_kernels, variants
 from tests.model_builders import GIVES_STATES, build_model, model_fixture, spoil_weights
 
 llama = model_fixture("llama")
@@ -109,19 +107,16 @@ def test_what_cannot_be_served_is_refused_by_name(model: Path) -> None:
 
 
 def test_without_the_cpu_operations_it_says_so_and_computes_in_pytorch(
-    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing() -> None:
-        raise LibraryMissingError("it is not there")
-
     loaded = load_model(ExecutorConfig(model=str(model), device="cpu", dtype="float16"))
     assert (loaded.kernels, loaded.fallback) == ("torch", True)
     assert "do not compute in float16" in caplog.text
-    monkeypatch.setattr("pagewise_kernels.cpu.library.load_library", missing)
-    loaded = load_model(ExecutorConfig(model=str(model), device="cpu"))
-    assert (loaded.kernels, loaded.fallback) == ("torch", True)
-    assert "kernels: torch, because others cannot compute this: cpu: it is not there" in caplog.text
-    assert "--kernels cpu: it is not there" in refused(model, kernels="cpu")
+    with built_in(tmp_path):
+        loaded = load_model(ExecutorConfig(model=str(model), device="cpu"))
+        assert (loaded.kernels, loaded.fallback) == ("torch", True)
+        assert f"kernels: torch, because others cannot compute this: cpu: {tmp_path}" in caplog.text
+        assert "has not been built" in refused(model, kernels="cpu")
 
 
 def test_where_they_are_the_cpu_operations_are_chosen(model: Path) -> None:
@@ -137,7 +132,7 @@ def test_where_they_are_the_cpu_operations_are_chosen(model: Path) -> None:
     [({}, True), ({"kernels": "cpu"}, True), ({"kernels": "torch"}, False), ({"quantization": "int8"}, True)],
 )
 def test_a_narrower_variant_of_the_cpu_operations_counts_as_a_fallback(
-    model: Path, options: dict[str, Any], fallback: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, options: dict[str, Any], fallback: bool, tmp_path: Path
 ) -> None:
     need_cpu_kernels()
     built = library.load_library()
@@ -146,8 +141,8 @@ def test_a_narrower_variant_of_the_cpu_operations_counts_as_a_fallback(
         pytest.skip("this processor runs one variant")
     for one in narrower:
         shutil.copy(Path(built._name).with_name(one.file), tmp_path)
-    monkeypatch.setattr(library, "load_library", functools.partial(library.load_library, tmp_path))
-    loaded = load_model(ExecutorConfig(model=str(model), device="cpu", **options))
+    with built_in(tmp_path):
+        loaded = load_model(ExecutorConfig(model=str(model), device="cpu", **options))
     assert loaded.fallback is fallback
 
 
@@ -237,7 +232,7 @@ def test_a_type_that_this_cpu_computes_slowly_is_warned_of(
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantised_weights_on_the_cpu(kind: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_weights_on_the_cpu(kind: Any, model: Path, tmp_path: Path) -> None:
     need_cpu_kernels()
     exact, quantised = (
         load_model(ExecutorConfig(model=str(model), device="cpu", quantization=quantization))
@@ -258,9 +253,5 @@ def test_quantised_weights_on_the_cpu(kind: Any, model: Path, monkeypatch: pytes
         assert f"--quantization {kind}: {why}" in refused(model, quantization=kind, **options).replace(
             "the rest of the model computes ", ""
         )
-
-    def missing() -> None:
-        raise LibraryMissingError("it is not there")
-
-    monkeypatch.setattr("pagewise_kernels.cpu.library.load_library", missing)
-    assert f"--quantization {kind}: it is not there" in refused(model, quantization=kind)
+    with built_in(tmp_path):
+        assert f"--quantization {kind}: {tmp_path}" in refused(model, quantization=kind)
