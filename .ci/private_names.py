@@ -143,7 +143,7 @@ class Finder(ast.NodeVisitor):
         self._path, self._classes = path, classes
         self._in_file = defined_in(tree)
         self._imported: dict[str, str] = {}
-        self._around: list[str] = []
+        self._known: list[set[str]] = []  # the private names of the classes around a node
 
     def _hit(self, node: ast.AST, name: str) -> None:
         if (self._path.name, name) not in ALLOWED:
@@ -171,9 +171,10 @@ class Finder(ast.NodeVisitor):
         for base in node.bases:
             for name in sorted(defined_in(node) & self._private_names_of(ast.unparse(base).partition("[")[0])):
                 self._hit(node, f"{ast.unparse(base)}.{name}")
-        self._around.append(node.name)
+        related = family(node.name, self._classes)
+        self._known.append(set().union(*(self._classes[one].defines for one in related)))
         self.generic_visit(node)
-        self._around.pop()
+        self._known.pop()
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """``a._b``."""
@@ -182,9 +183,8 @@ class Finder(ast.NodeVisitor):
             return
         value = ast.unparse(node.value)
         root = value.partition(".")[0].partition("(")[0]
-        if value in _OWN and self._around:
-            known = set().union(*(self._classes[one].defines for one in family(self._around[-1], self._classes)))
-            if node.attr not in known:
+        if value in _OWN and self._known:
+            if node.attr not in self._known[-1]:
                 self._hit(node, f"{value}.{node.attr}")
         elif root in self._imported:
             self._hit(node, f"{self._imported[root]}{value[len(root) :]}.{node.attr}")

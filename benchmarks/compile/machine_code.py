@@ -21,7 +21,7 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        command = [knobs.nvidia.nvdisasm.path, "-c", "-ndf", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout  # nosec B603 # no shell
 
 

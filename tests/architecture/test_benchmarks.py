@@ -63,6 +63,7 @@ def test_what_consoles_cost_is_measured(tmp_path: Path) -> None:
     assert len(numbers["core"]) == 3
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_benchmark_of_cpu_threads_runs(tmp_path: Path) -> None:
     rows = smoke("cpu_threads.run", tmp_path)["rows"]
@@ -102,6 +103,7 @@ def test_the_routing_benchmark_by_real_processes_runs(tmp_path: Path) -> None:
     assert rows["ttft"]["hit_rate"] >= 0.9 * rows["round-robin"]["hit_rate"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_benchmark_of_segments_runs(tmp_path: Path) -> None:
     (result,) = smoke("segments.run", tmp_path)["results"]

@@ -40,16 +40,17 @@ def started(family: str, folder: Path, options: dict[str, Any], *, ahead: bool =
     return found
 
 
+@pytest.mark.long
 @pytest.mark.interpreted  # where there is a GPU, its driver is loaded
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
         ("llama", {}),
-        pytest.param("llama", {"quantization": "fp8", "kv_dtype": "fp8"}, marks=pytest.mark.long),
-        pytest.param("llama", {"deterministic": True}, marks=pytest.mark.long),
-        pytest.param("qwen3", {"enable_lora": True}, marks=pytest.mark.long),
-        pytest.param("mistral", {}, marks=pytest.mark.long),
+        ("llama", {"quantization": "fp8", "kv_dtype": "fp8"}),
+        ("llama", {"deterministic": True}),
+        ("qwen3", {"enable_lora": True}),
+        ("mistral", {}),
     ],
 )
 def test_a_start_compiles_nothing_that_was_compiled_ahead(family: str, options: dict[str, Any], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Which names of other packages a source file takes, found in its syntax tree."""
 
 import ast
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ def taken_names(path: Path, packages: tuple[str, ...]) -> Iterator[Name]:
     A chain of attributes that begins with an imported name counts as a whole: of ``tl.extra.cuda.gdc_wait()`` it is
     ``triton.language.extra.cuda.gdc_wait``. Attributes of the result of a call cannot be followed.
     """
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     imported: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -38,6 +39,11 @@ def taken_names(path: Path, packages: tuple[str, ...]) -> Iterator[Name]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (chain := _chain(node)) and chain[0] in imported:
             yield Name(".".join([imported[chain[0]], *chain[1:]]), node.lineno)
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _chain(node: ast.expr) -> list[str]:

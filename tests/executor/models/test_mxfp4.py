@@ -74,7 +74,7 @@ def build(path: Path) -> transformers.PreTrainedModel:
     [
         pytest.param("torch", Mxfp4Experts, id="torch"),
         pytest.param("cpu", CpuMxfp4Experts, id="cpu"),
-        pytest.param("triton", TritonMxfp4Experts, id="triton", marks=pytest.mark.interpreted),
+        pytest.param("triton", TritonMxfp4Experts, id="triton", marks=[pytest.mark.interpreted, pytest.mark.long]),
     ],
 )
 def test_its_tokens_are_those_of_the_values_in_the_files(kernels: str, kind: type[nn.Module], tmp_path: Path) -> None:

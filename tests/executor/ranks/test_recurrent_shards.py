@@ -122,7 +122,7 @@ def test_ranks_verify_drafts(tmp_path: Path) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("family", "settings"), [("qwen3_next", {}), SHARED[0]])
+@pytest.mark.parametrize(("family", "settings"), [pytest.param("qwen3_next", {}, marks=pytest.mark.long), SHARED[0]])
 def test_triton_kernels_of_ranks(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """PyTorch computes modules with a norm over the heads of both. With drafts."""
     build_model(family, tmp_path, seed=7, **settings)
