@@ -51,10 +51,10 @@ serve: setup ## Serve a model; options in ARGS="MODEL --port 8001 ..."
 	@exec $(VENV)/bin/pagewise serve $(ARGS)
 
 test: setup ## All tests that take seconds and need no GPU, Docker, browser or Prometheus
-	@# Three processes for two cores, because many tests wait. A file's tests stay in one process, and in order;
+	@# Four processes for two cores, because many tests wait. A file's tests stay in one process, and in order;
 	@# tests/conftest.py says in which order files are run.
 	@# They start hundreds of others, which share compiled bytecode also where the environment forbids to write any.
-	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents and not packaging and not observability and not browser" $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not long and not chaos and not gpu and not compose and not documents and not packaging and not observability and not browser" $(ARGS)
 
 # The variables are those of PyTorch (and of the CPU operations), oneDNN, MKL, OpenBLAS and NumPy, in this order.
 test-avx2: setup ## The tests of make test as on a processor with AVX2 and without AVX-512

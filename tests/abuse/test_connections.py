@@ -118,7 +118,10 @@ def test_tiny_chunks(unlimited: Served, key: str) -> None:
     "data",
     [
         b"5;" + b"x" * 10 * MIB,
-        b"2\r\n{}\r\n0\r\n" + b"".join(b"t%d: %b\r\n" % (number, b"y" * 4000) for number in range(2500)),
+        pytest.param(
+            b"2\r\n{}\r\n0\r\n" + b"".join(b"t%d: %b\r\n" % (number, b"y" * 4000) for number in range(2500)),
+            marks=pytest.mark.long,
+        ),
         b"2\r\n{}\r\n0\r\nt: " + b"y" * 10 * MIB,
     ],
     ids=["an extension", "trailers", "a trailer"],

@@ -81,6 +81,7 @@ def different(number: int) -> dict[str, Any]:
     )
 
 
+@pytest.mark.long
 def test_many_requests_with_different_lists_at_once_hurt_nobody(server: Served) -> None:
     """As many as run at a time: their lists are checked and tabulated in few steps."""
     with ThreadPoolExecutor(240) as clients:

@@ -61,8 +61,8 @@ def kill(process: Process) -> None:
     ("family", "num_blocks", "store"),
     [
         ("gemma3", 36, False),
-        ("granitemoehybrid", 90, True),
         pytest.param("gemma4_moe", 36, True, marks=pytest.mark.long),
+        pytest.param("granitemoehybrid", 90, True, marks=pytest.mark.long),
         pytest.param("llama4", 60, False, marks=pytest.mark.long),
         pytest.param("gpt_oss", 60, True, marks=pytest.mark.long),
         *(

@@ -8,7 +8,7 @@ import torch
 from tests.executor.played_states import Family, PlayedStates, check_drafts
 from tests.model_builders import build_model
 
-FAMILIES = ["qwen3_next", "nemotron_h", "lfm2", "kimi_linear"]
+FAMILIES = ["qwen3_next", "nemotron_h", "lfm2", pytest.param("kimi_linear", marks=pytest.mark.long)]
 OTHERS = ["qwen3_5", "granitemoehybrid", "bamba", "olmo_hybrid", "falcon_h1"]
 
 
@@ -45,8 +45,6 @@ def test_chunks_among_decodes_and_snapshots(name: str, tmp_path: Path, device: t
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "name", ["qwen3_next", "nemotron_h", "lfm2", pytest.param("kimi_linear", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_states_behind_drafts(name: str, tmp_path: Path, device: torch.device) -> None:
     check_drafts(*built(name, tmp_path, device), [(0, 3), (1, 4), (3, 3), (0, 1)], [16, 24])

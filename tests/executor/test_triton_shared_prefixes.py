@@ -19,10 +19,9 @@ from tests.executor.references import reference
 from tests.model_builders import EAGER, VOCAB_SIZE, build_model
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(one, marks=pytest.mark.long) for one in ("gemma2", "gpt_oss"))]
-)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_greedy_tokens_of_shared_prefixes_equal_transformers(
     family: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

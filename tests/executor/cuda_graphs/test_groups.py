@@ -44,7 +44,9 @@ def poison_tables(runner: ModelRunner) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", pytest.param("llama4", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(one, marks=pytest.mark.long) for one in ("gpt_oss", "llama4"))]
+)
 def test_replays_give_the_tokens_of_transformers(family: str, tmp_path: Path, recorded: FakeCuda) -> None:
     """Requests come and go, with prefix hits and chunks, and with contexts that are longer than tables of windows.
 
