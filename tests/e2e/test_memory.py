@@ -287,3 +287,8 @@ def test_sessions_and_pins_are_lost_with_the_scheduler(server: Served) -> None:
         client.completions.create(**asked, max_tokens=1, extra_body=session)
     pinned = command(server, "cache", "pin", "lost")
     assert (pinned.returncode, pinned.stdout[:14]) == (0, "lost: clipped,"), pinned.stderr + pinned.stdout
+    blocks = re.search(r"([\d,]+) blocks", pinned.stdout)
+    assert blocks is not None
+    server.wait_for_metric("kv_blocks_pinned", int(blocks[1].replace(",", "")))
+    server.wait_for_metric("num_requests_running", 0)
+    assert server.metric("kv_blocks", tier="device", state="in_use") == server.metric("kv_blocks_pinned")

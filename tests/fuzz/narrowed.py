@@ -41,8 +41,6 @@ def narrowed(document: dict[str, Any], model: str, vocab_size: int) -> dict[str,
     schemas["ResponsesRequest"]["properties"]["max_output_tokens"] = few
     schemas["MessagesRequest"]["properties"]["max_tokens"] = few
     schemas["DetokenizeRequest"]["properties"]["tokens"] = _list(token, 20)
-    # A pin keeps blocks in use for up to an hour.
-    schemas["AdviceRequest"]["properties"]["advice"]["enum"].remove("pin")
     return document
 
 

@@ -9,6 +9,7 @@ from pagewise_shared.logs import BoundedLog
 from pagewise_shared.protocol import tier_name
 from pagewise_shared.service_process import num_tasks
 
+from pagewise_scheduler.core.features.advice import Advice
 from pagewise_scheduler.core.group_report import group_pages
 from pagewise_scheduler.core.tiers.kv_cache_manager import KVCacheManager
 from pagewise_scheduler.executor_gauges import ExecutorState
@@ -68,6 +69,8 @@ def refresh_gauges(router: Router, metrics: Metrics) -> None:
         metrics.kv_pages(*tier_kind_and_state).set(pages[tier_kind_and_state])
     features = [executor.scheduler.features for executor in router.executors]
     metrics.adapters_resident.set(sum(one.adapters.num_resident for one in features if one.options.adapters.slots))
+    pins = [feature.pins for one in features for feature in one.in_use if isinstance(feature, Advice)]
+    metrics.kv_blocks_pinned.set(sum(one.size for one in pins))
     metrics.scheduler_tasks.set(num_tasks())
 
 

@@ -60,7 +60,7 @@ class Outcome:
 
 
 class Advice(Feature):
-    """All sessions and advice of one executor."""
+    """All sessions, pins and advice of one executor."""
 
     def __init__(self, scheduler: "Scheduler") -> None:
         super().__init__(scheduler)
@@ -72,7 +72,7 @@ class Advice(Feature):
             self._policy.predicted = self._predicted
         self._sessions = Sessions(sum(tier.num_blocks for tier in self._kv.tiers.values()))
         self._hints = Hints(self._predicted)
-        self._pins = Pins(self._kv)
+        self.pins = Pins(self._kv)
         self._ahead = scheduler.features.loads_ahead
         self._watched, self._demotes = 0.0, False
         self._drops: list[Message] = []
@@ -141,7 +141,7 @@ class Advice(Feature):
         if session.prediction == ENDED:
             self._leave_to_children(session)
             own = own_blocks(session.last, session.number)
-            session_memory.drop_snapshots(self._kv, own, self._pins.ends)
+            session_memory.drop_snapshots(self._kv, own, self.pins.ends)
         elif session.is_hinted:
             own = own_blocks(session.last, session.number)
             session_memory.predict_snapshots(self._kv, own, session.prediction, self._tick)
@@ -207,7 +207,7 @@ class Advice(Feature):
         if now - self._watched < _WATCH_SECONDS:
             return
         self._watched = now
-        self._pins.expire(now)
+        self.pins.expire(now)
         for claim in self._hints.over(now):  # blocks of a session have the session's prediction again
             session = self._sessions.numbered(claim.session)
             if session is not None and session.prediction != ENDED:
@@ -235,14 +235,14 @@ class Advice(Feature):
         return drops
 
     def make_room(self) -> bool:
-        return self._pins.release_all()
+        return self.pins.release_all()
 
     def unblock(self) -> bool:
-        return self.scheduler.num_waiting + self.scheduler.num_running > 0 and self._pins.release_all()
+        return self.scheduler.num_waiting + self.scheduler.num_running > 0 and self.pins.release_all()
 
     def clear(self) -> None:
         self._drops.clear()
-        self._pins.release_all()
+        self.pins.release_all()
         self._sessions.clear()
         self._hints.clear()
 
@@ -277,10 +277,10 @@ class Advice(Feature):
     def _follow(self, advice: "Advise", session: Session | None, path: list[CachedBlock]) -> Outcome:
         seconds = advice.seconds
         if advice.kind == "unpin":
-            num_released = self._pins.release(advice.key, path)
+            num_released = self.pins.release(advice.key, path)
             return Outcome("accepted", blocks=num_released) if num_released else Outcome("refused", "it has no pin")
         if advice.kind == "pin":
-            held, until, reason = self._pins.hold(advice.key, path[::-1], seconds, self._now)
+            held, until, reason = self.pins.hold(advice.key, path[::-1], seconds, self._now)
             kind: Literal["accepted", "clipped", "refused"] = "clipped" if reason else "accepted"
             return Outcome(kind if held else "refused", reason, held, until if held else 0.0)
         own = own_of(self._sessions, session, path, advice)
@@ -343,13 +343,13 @@ class Advice(Feature):
             session.ends, session.due = True, self._now - session.left + _END_SECONDS
         if not believed:
             return Outcome("refused", "most sessions of this API key have returned after their ends")
-        self._pins.release(key, own)
+        self.pins.release(key, own)
         self._forget_loads(session, own)
         if session is not None:
             session.prediction = ENDED
             self._leave_to_children(session)
             own = [node for node in own if node.session == session.number]
-        session_memory.drop_snapshots(self._kv, own, self._pins.ends)
+        session_memory.drop_snapshots(self._kv, own, self.pins.ends)
         self._predict(own, ENDED)
         return Outcome("accepted", blocks=len(own))
 

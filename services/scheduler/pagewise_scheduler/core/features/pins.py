@@ -44,7 +44,7 @@ class Pins:
         """
         self.release(key, path)
         of_key = int(PIN_SHARE * self._kv.num_total) - sum(one.size for one in self._pins if one.key == key)
-        room = min(of_key, int(_MOST_SHARE * self._kv.num_total) - sum(one.size for one in self._pins))
+        room = min(of_key, int(_MOST_SHARE * self._kv.num_total) - self.size)
         nodes = [node for node in path if node.block >= 0]
         held, windows, size = self._longest(nodes, room)
         reasons = []
@@ -86,6 +86,11 @@ class Pins:
             if size <= room:
                 return nodes[:end], found, size
         return [], [], 0
+
+    @property
+    def size(self) -> int:
+        """The blocks of the device, or pages, that the pins keep; what several pins keep counts for each."""
+        return sum(one.size for one in self._pins)
 
     @property
     def ends(self) -> set[CachedBlock]:
