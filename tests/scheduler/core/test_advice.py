@@ -509,10 +509,10 @@ def test_memory_stays_right_whatever_is_advised(options: dict[str, Any]) -> None
                 clients.advise(kind, f"s{number}", f"k{number % 2}", seconds=5.0, tools=("t",))
             clients.settle()
             check_states(scheduler.kv.pool)
-            pinned = [node for pin in clients.advice._pins._pins for node in pin.nodes]
+            pinned = [node for pin in clients.advice.pins._pins for node in pin.nodes]
             evict(scheduler, 2)
             assert all(node.block >= 0 for node in pinned)
-            assert all(scheduler.kv.can_begin(node, device_only=True) for node in clients.advice._pins.ends)
+            assert all(scheduler.kv.can_begin(node, device_only=True) for node in clients.advice.pins.ends)
         clients.settle()
         for feature in scheduler.features.in_use:
             feature.clear()

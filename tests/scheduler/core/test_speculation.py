@@ -273,7 +273,7 @@ def test_nothing_is_drafted_where_the_draw_depends_on_more_than_the_model(
 @pytest.mark.usefixtures("repeats")
 @pytest.mark.parametrize("max_proposed", [0, 3])
 def test_nothing_is_drafted_for_beam_searches(max_proposed: int) -> None:
-    beams, plain = (create_request(prompt=6, max_tokens=20) for _ in range(2))
+    beams, plain = (create_request(prompt=6, max_tokens=40) for _ in range(2))
     change(beams, beam=BeamParams(2))
     assert drafted(beams, max_proposed) == 0
     assert drafted(plain, max_proposed) > 0
