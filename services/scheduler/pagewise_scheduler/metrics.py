@@ -189,7 +189,7 @@ class Metrics:
         for tier, state in KV_BLOCKS:
             self.kv_blocks(tier, state)
         self.kv_blocks_pinned = self._gauge(
-            "kv_blocks_pinned", "KV blocks of the device that pins keep in use, or pages; once for each pin."
+            "kv_blocks_pinned", "Pinned KV blocks of the device, or pages; a block counts once for each pin."
         )
         self.kv_pages = self._labelled(
             Gauge,

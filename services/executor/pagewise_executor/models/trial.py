@@ -137,7 +137,7 @@ def _recorded(
         failure = trial.run(skeleton)
         found = {name: one for name, one in recorded.items() if one.states}
         try:
-            # Modules of one type with the same states compute alike, and 36 checks take a second.
+            # Modules of one type with the same states compute alike. All 36 checks of Qwen3-Next take a second.
             for one in {(type(stateful[name]), one.states): one for name, one in found.items()}.values():
                 one.check()
         except Exception as error:  # as in ``_Trial.run``

@@ -89,7 +89,7 @@ class Pins:
 
     @property
     def size(self) -> int:
-        """The blocks of the device, or pages, that the pins keep; what several pins keep counts for each."""
+        """The number of pinned blocks of the device, or pages. A block with several pins counts once for each pin."""
         return sum(one.size for one in self._pins)
 
     @property
