@@ -150,7 +150,11 @@ def send(server: Served, path: str, body: bytes, patience: float = _HANGS_UP) ->
 
 @st.composite
 def products(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    """Requests whose limits multiply: prompts, outputs, tokens, log-probabilities, and repeated parts of outputs."""
+    """Requests whose limits multiply: prompts, outputs, tokens, log-probabilities, and repeated parts of outputs.
+
+    A list of prompts stands as its number of prompts and of tokens in each, which a reader of a failure can see at a
+    glance (``spelled_out``).
+    """
     body: dict[str, Any] = {
         "n": draw(st.sampled_from([1, 8, 128])),
         "max_tokens": draw(st.sampled_from([1, 16, 200])),
@@ -163,11 +167,19 @@ def products(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     if draw(st.booleans()):
         body |= {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
         return "/v1/chat/completions", body
-    prompt = list(range(1, 1 + draw(st.sampled_from([1, 500, 3000]))))
-    body |= {"prompt": [prompt] * draw(st.sampled_from([1, 4, 32])), "echo": draw(st.booleans())}
+    tokens = draw(st.sampled_from([1, 500, 3000]))
+    body |= {"prompt": (draw(st.sampled_from([1, 4, 32])), tokens), "echo": draw(st.booleans())}
     if draw(st.booleans()):
         body["logprobs"] = 20
     return "/v1/completions", body
+
+
+def spelled_out(body: dict[str, Any]) -> bytes:
+    """The body of a request that ``products`` describes."""
+    if "prompt" in body:
+        prompts, tokens = body["prompt"]
+        body = body | {"prompt": [list(range(1, 1 + tokens))] * prompts}
+    return json.dumps(body).encode()
 
 
 def test_the_limits_of_outputs_are_in_the_document(document: dict[str, Any]) -> None:
@@ -183,7 +195,7 @@ def test_no_product_of_limits_stalls_another_key(
     server: Served, bystander: Bystander, request: tuple[str, dict[str, Any]], at_once: int
 ) -> None:
     path, body = request
-    check(server, bystander, path, json.dumps(body).encode(), at_once, _PATIENCE)
+    check(server, bystander, path, spelled_out(body), at_once, _PATIENCE)
 
 
 @examples(25)

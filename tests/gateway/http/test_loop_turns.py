@@ -112,6 +112,18 @@ async def test_turns_end_after_a_slice() -> None:
     assert rounds >= 5
 
 
+async def test_the_time_of_writing_is_no_time_for_more_work() -> None:
+    """A client takes all that is written at once, so writing never waits, and takes longer than making the answer."""
+    made: list[int] = []
+    turns, other = LoopTurns(), Other(made)
+    running = asyncio.create_task(other.run())
+    answer = pieces(20, 0.006, made)
+    while await turns.next("alice", answer):
+        busy(0.01)
+    running.cancel()
+    assert 0 < other.most <= 2, "a piece at once, and one in its turn"
+
+
 async def test_as_much_time_follows_work_that_is_longer_than_a_slice() -> None:
     turns, ends = exhausted(), []
 

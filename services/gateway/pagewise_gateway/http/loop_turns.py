@@ -12,7 +12,8 @@ _SLICE_SECONDS, _LONGEST_SLICE_SECONDS = 0.005, 0.05
 """The length of a slice of work; streams and all other ready tasks run after each slice. A slice may take as long as
 these tasks took since the last slice, up to the longest slice: so work gets half of the time of a busy event loop."""
 _IMMEDIATE_SHARE = 0.75
-"""The share of the time that may be spent on work that is done immediately."""
+"""The share of the time that may be spent on work that is done immediately. The time of an iteration of the event loop
+counts once it has ended: until then no other task can have used its part."""
 _BYTES = 262_144
 """A turn makes pieces of an answer until they have so many bytes or took ``_SLICE_SECONDS``. Then they are written."""
 
@@ -29,7 +30,8 @@ class LoopTurns:
     """
 
     def __init__(self) -> None:
-        self._spent, self._since = 0.0, monotonic()
+        self._spent, self._since, self._began = 0.0, monotonic(), 0.0
+        self._in_iteration = False
         self._sliced = 0.0
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
         self._scheduled = False
@@ -38,14 +40,21 @@ class LoopTurns:
         """Return whether work may be done immediately: no work waits, and little was done lately."""
         if self._waiting:
             return False
-        now = monotonic()
-        self._spent = max(0.0, self._spent - (now - self._since) * _IMMEDIATE_SHARE)
-        self._since = now
+        self._began = monotonic()
+        if not self._in_iteration:
+            self._spent = max(0.0, self._spent - (self._began - self._since) * _IMMEDIATE_SHARE)
+            self._since = self._began
         return self._spent < _SLICE_SECONDS
 
     def done(self) -> None:
         """Count the time of the work that has been done since ``free`` returned true."""
-        self._spent += monotonic() - self._since
+        self._spent += monotonic() - self._began
+        if not self._in_iteration:
+            self._in_iteration = True
+            asyncio.get_running_loop().call_soon(self._end_iteration)
+
+    def _end_iteration(self) -> None:
+        self._in_iteration = False
 
     async def call(self, key: str, function: Callable[[], T]) -> T:
         """Return the result of ``function``, or raise its exception, immediately if possible, else in turn.
