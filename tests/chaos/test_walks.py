@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import anyio
 import httpx
 import openai
 import pytest
@@ -123,7 +124,8 @@ class Walk:
     async def _ask(self, client: openai.AsyncOpenAI, asked: Asked) -> None:
         await self._gateway_lives.wait()
         try:
-            async with asyncio.timeout(asked.patience):
+            # asyncio's timeout would interrupt the client as it closes connections, and leave those open that it holds.
+            with anyio.fail_after(asked.patience):
                 stream = await client.completions.create(
                     model=self._model, prompt=asked.prompt, stream=True, **asked.body
                 )
