@@ -298,18 +298,19 @@ INLINE void multiply_kind(const struct grouped_weight *w, const struct grouped_r
 // weights [group, PANEL] = the weights of a group of a panel in float32.
 static void unpack_group(const struct grouped_weight *w, long panel, long g, float *weights) {
   long at = (panel * w->groups + g) * PANEL, of_span = (panel * (w->groups / w->span) + g / w->span) * PANEL;
-  long bits = w->kind == STEPS8 ? 8 : 4;
+  int source = w->kind == E2M1 ? NUMBERS : w->kind == STEPS8 ? EIGHTS : FOURS;
   const uint32_t *codes = w->codes + (panel * w->groups + g) * words_of_group(w, w->kind);
   for (int n = 0; n < NR; n++) {
     floats scales = scales_of(w->kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC) * w->factor, leasts = all(0);
     if (w->leasts) leasts = scales_of(w->kind, w->leasts, w->least_steps, of_span + n * VEC, at + n * VEC);
     ints zeros = w->zeros ? zeros_of(w->zeros + at + n * VEC) : (ints){} + (int32_t)w->zero;
-    for (long k = 0; k < w->group; k++) {
-      long within = k % SLOTS, shift = bits == 8 ? within % 4 * 8 : within % 4 * 8 + within / 4 * 4;
-      words code = load_words(codes + k * bits / 32 * PANEL + n * VEC) >> (int)shift & (bits == 8 ? 255 : 15);
-      if (w->kind == E2M1) code = doubled_e2m1(code) & 255;
-      floats value = __builtin_convertvector((ints)code - zeros, floats) * scales - leasts;
-      store(weights + k * PANEL, n * VEC, value, 0);
+    for (long k = 0; k < w->group; k += SLOTS) {
+      words read[2];
+      read_codes(source, codes + words_of(source, k) * PANEL + n * VEC, &read[0], &read[1]);
+      UNROLLED for (int i = 0; i < SLOTS; i++) {
+        ints code = (ints)(read[i / 4] >> i % 4 * 8 & 255);
+        store(weights + (k + i) * PANEL, n * VEC, __builtin_convertvector(code - zeros, floats) * scales - leasts, 0);
+      }
     }
   }
 }
