@@ -292,3 +292,5 @@ def test_sessions_and_pins_are_lost_with_the_scheduler(server: Served) -> None:
     server.wait_for_metric("kv_blocks_pinned", int(blocks[1].replace(",", "")))
     server.wait_for_metric("num_requests_running", 0)
     assert server.metric("kv_blocks", tier="device", state="in_use") == server.metric("kv_blocks_pinned")
+    assert command(server, "cache", "pin", "lost", "--ttl", "1s").returncode == 0
+    server.wait_for_metric("kv_blocks_pinned", 0)  # without a request

@@ -336,6 +336,18 @@ def test_pins_end_when_their_time_is_over() -> None:
         assert len(clients.path(prompt(1))) == held
 
 
+def test_a_pin_ends_on_an_executor_that_has_nothing_to_do() -> None:
+    clients = Clients()
+    clients.turn(prompt(1), "a")
+    clients.advise("pin", "a", seconds=30.0)
+    features = clients.scheduler.features
+    assert not features.are_due(clients.now + 29.0)
+    assert features.are_due(clients.now + 31.0)
+    assert clients.scheduler.schedule(clients.now + 31.0) is None
+    assert not features.are_due(clients.now + 31.0)
+    assert_all_free(clients.scheduler)
+
+
 def test_pins_are_bounded_expire_and_give_way() -> None:
     clients = Clients()  # 64 blocks, of which a key pins 6
     clients.turn(prompt(1, 40), "a")

@@ -224,6 +224,9 @@ class Advice(Feature):
                 if self._predicted.is_overdue(session.prediction, age):
                     session.prediction = 0
 
+    def is_due(self, now: float) -> bool:
+        return self.pins.over(now)
+
     def wants_step(self) -> bool:
         return self._demotes and self.scheduler.has_unsent_demotions
 
@@ -329,9 +332,8 @@ class Advice(Feature):
             session.ends, session.counted = False, 0
         session_memory.predict_snapshots(self._kv, own, prediction, self._tick)
         if advice.kind == "willneed":
-            due, salt = max(seconds, LEAST_SECONDS), cache_salt_of(path[0])
-            until = self._now + LATE * due
-            self._ahead.want(path[::-1], salt, self._now + due, until, key=advice.key, holder=session)
+            salt, now, due = cache_salt_of(path[0]), self._now, max(seconds, LEAST_SECONDS)
+            self._ahead.want(path[::-1], salt, now + due, now + LATE * due, key=advice.key, holder=session)
         return Outcome("accepted", blocks=len(own), seconds=seconds)
 
     def _end(self, session: Session | None, own: list[CachedBlock], key: str) -> Outcome:

@@ -102,6 +102,10 @@ class Pins:
         on_path = set(path)
         return self._release([one for one in self._pins if one.key == key and one.nodes[-1] in on_path])
 
+    def over(self, now: float) -> bool:
+        """Whether the time of a pin is over."""
+        return any(one.until <= now for one in self._pins)
+
     def expire(self, now: float) -> None:
         """Release the pins whose time is over."""
         self._release([one for one in self._pins if one.until <= now])
