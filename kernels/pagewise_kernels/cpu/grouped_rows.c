@@ -75,6 +75,9 @@ INLINE words doubled_e2m1(words codes) {
 #endif
 }
 
+// Where the whole codes of a kind are read from.
+INLINE int source_of(int kind) { return kind == E2M1 ? NUMBERS : kind == STEPS8 ? EIGHTS : FOURS; }
+
 // Words of codes of an output in so many slots.
 INLINE long words_of(int source, long slots) { return source <= NUMBERS ? slots / SLOTS : slots / 4; }
 
@@ -218,7 +221,7 @@ INLINE void add_group(const struct grouped_weight *w, int kind, int tiled, int m
   } else
 #endif
   {
-    int source = tiled ? TILE : kind == E2M1 ? NUMBERS : kind == STEPS8 ? EIGHTS : FOURS;
+    int source = tiled ? TILE : source_of(kind);
     long depth = depth_of(kind, size);
     for (long k = 0; k < size; k += depth)
       add_products(source, mr, depth, codes + words_of(source, k) * PANEL, bytes + k, size, sums);
@@ -268,7 +271,7 @@ INLINE void multiply_tiles(const struct grouped_weight *w, const struct grouped_
   memset(sums, 0, rows * PANEL * sizeof(float));
   for (long g = 0; g < w->groups; g++, p = next_place(w, x, kind, p)) {
 #if defined(__AVX512VNNI__)
-    unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? EIGHTS : FOURS, size, p.codes, tile);
+    unpack_codes(source_of(kind), size, p.codes, tile);
 #else
     unpack_codes(kind == E2M1 ? NUMBERS : kind == STEPS8 ? LOWER : FOURS, size, p.codes, tile);
     if (kind == STEPS8) unpack_codes(UPPER, size, p.codes, tile + size / 4 * PANEL);
@@ -298,7 +301,7 @@ INLINE void multiply_kind(const struct grouped_weight *w, const struct grouped_r
 // weights [group, PANEL] = the weights of a group of a panel in float32.
 static void unpack_group(const struct grouped_weight *w, long panel, long g, float *weights) {
   long at = (panel * w->groups + g) * PANEL, of_span = (panel * (w->groups / w->span) + g / w->span) * PANEL;
-  int source = w->kind == E2M1 ? NUMBERS : w->kind == STEPS8 ? EIGHTS : FOURS;
+  int source = source_of(w->kind);
   const uint32_t *codes = w->codes + (panel * w->groups + g) * words_of_group(w, w->kind);
   for (int n = 0; n < NR; n++) {
     floats scales = scales_of(w->kind, w->scales, w->steps, of_span + n * VEC, at + n * VEC) * w->factor, leasts = all(0);

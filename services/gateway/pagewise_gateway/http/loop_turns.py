@@ -12,8 +12,8 @@ _SLICE_SECONDS, _LONGEST_SLICE_SECONDS = 0.005, 0.05
 """The length of a slice of work; streams and all other ready tasks run after each slice. A slice may take as long as
 these tasks took since the last slice, up to the longest slice: so work gets half of the time of a busy event loop."""
 _IMMEDIATE_SHARE = 0.75
-"""The share of the time that may be spent on work that is done immediately. The time of an iteration of the event loop
-counts once it has ended: until then no other task can have used its part."""
+"""The share of the event loop's time that may be spent on immediate work. The time of an iteration of the loop counts
+only after the iteration has ended, because other tasks get their share of the time in the next one."""
 _BYTES = 262_144
 """A turn makes pieces of an answer until they have so many bytes or took ``_SLICE_SECONDS``. Then they are written."""
 

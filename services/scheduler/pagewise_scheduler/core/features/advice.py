@@ -225,7 +225,7 @@ class Advice(Feature):
                     session.prediction = 0
 
     def is_due(self, now: float) -> bool:
-        return self.pins.over(now)
+        return self.pins.any_expired(now)
 
     def wants_step(self) -> bool:
         return self._demotes and self.scheduler.has_unsent_demotions

@@ -102,8 +102,8 @@ class Pins:
         on_path = set(path)
         return self._release([one for one in self._pins if one.key == key and one.nodes[-1] in on_path])
 
-    def over(self, now: float) -> bool:
-        """Whether the time of a pin is over."""
+    def any_expired(self, now: float) -> bool:
+        """Return whether a pin that is still held has expired."""
         return any(one.until <= now for one in self._pins)
 
     def expire(self, now: float) -> None:
